@@ -1,0 +1,53 @@
+//! The target model: the frozen network whose hidden states are recorded.
+
+use shared::LayerIndex;
+
+use crate::batch::TokenBatch;
+use crate::capture::Capture;
+
+/// Identifies a KV cache that a target holds between calls of [`TargetModel::extend`].
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct CacheId(pub u64);
+
+/// What one [`TargetModel::extend`] returns.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Extension {
+    /// States of the new tokens at the requested layers.
+    pub capture: Capture,
+    /// Row-major [new tokens, vocab] logits.
+    pub logits: Vec<f32>,
+}
+
+/// The frozen model, as the pipeline sees it.
+pub trait TargetModel: Send {
+    /// Dimensions and names of the model.
+    fn spec(&self) -> &spec::TargetSpec;
+
+    /// Runs every sample of the batch through the model, each attending only to itself, and
+    /// returns the states of the requested layers in batch order.
+    fn prefill(
+        &mut self,
+        batch: &TokenBatch,
+        layers: &[LayerIndex],
+    ) -> Result<Capture, TargetError>;
+
+    /// Cuts the cache back to its first `keep` tokens, appends `tokens`, and returns the logits
+    /// and states of the appended ones. An unknown `cache` starts empty (`keep` must be 0).
+    fn extend(&mut self, request: &ExtendRequest<'_>) -> Result<Extension, TargetError>;
+
+    /// Forgets a cache.
+    fn drop_cache(&mut self, cache: CacheId);
+}
+
+/// Arguments of [`TargetModel::extend`].
+#[derive(Clone, Copy, Debug)]
+pub struct ExtendRequest<'a> {
+    /// Which cache to extend.
+    pub cache: CacheId,
+    /// Tokens of the cache to keep.
+    pub keep: usize,
+    /// Token ids to append.
+    pub tokens: &'a [u32],
+    /// Layers whose outputs to return.
+    pub layers: &'a [LayerIndex],
+}
