@@ -3,3 +3,8 @@
 
 pub mod batch;
 pub mod capture;
+
+/// The target model: the frozen network whose hidden states are recorded.
+pub mod target {
+    pub mod weights;
+}
