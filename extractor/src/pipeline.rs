@@ -1,19 +1,22 @@
 //! The whole extraction, in the order in which the data moves.
 
-use shared::CaptureSpec;
-use shared::fingerprint::Fingerprint;
-use shared::manifest::{Manifest, RunEnd, RunStart};
-use shared::provenance::Provenance;
-use thiserror::Error;
+mod report;
 
+use std::time::Instant;
+
+use shared::manifest::Manifest;
+
+pub use self::report::{Outcome, PipelineError, RunReport};
+use self::report::Record;
 use crate::config::ExtractConfig;
 use crate::encode::Encoder;
-use crate::forecast::Forecast;
+use crate::fingerprint::fingerprint;
 use crate::intake::Intake;
+use crate::plan::Plan;
 use crate::progress::Progress;
 use crate::shutdown::Shutdown;
-use crate::sink::{ShardSink, Written};
-use crate::target::{self, spec::TargetSpec};
+use crate::sink::ShardSink;
+use crate::target::{self, TargetSpec};
 use crate::target_dir;
 
 /// conversation -> tokens + loss mask -> batch -> ranks -> capture -> shard -> manifest
@@ -21,30 +24,43 @@ use crate::target_dir;
 /// Rerunning continues: lines that have an outcome are skipped. Stops between batches when asked
 /// to; whatever was captured by then is committed.
 pub fn run(config: &ExtractConfig, stop: &Shutdown) -> Result<RunReport, PipelineError> {
-    let spec = TargetSpec::read(&config.target.model)?;
-    let encoder = Encoder::load(&config.target.model, config.encode_options(&spec))?;
+    let model = config.model()?;
+    let spec = TargetSpec::read(model)?;
     let contract = config.capture_spec(&spec)?;
+    let encoder = Encoder::load(model, config.data.encode_options(spec.vocab_size))?;
     let fingerprint = fingerprint(config, &encoder, &contract)?;
-    let manifest = Manifest::open_for_write(&config.run.dataset, &fingerprint, &contract)?;
-    let forecast = Forecast::of(&config.intake(), &encoder, &manifest)?;
-    forecast.require_space(manifest.dir().root())?;
-    target_dir::publish(manifest.dir(), &config.target.model, &spec)?;
+    let manifest = Manifest::open_for_write(config.dataset()?, &fingerprint, &contract)?;
+    let plan = Plan::make(config, &encoder, &contract, Some(&manifest))?;
+    plan.require_space()?;
+    target_dir::publish(manifest.dir(), model, &spec)?;
 
-    let record = Record::begin(&manifest, config)?;
-    let mut progress = Progress::start(forecast.fresh_tokens);
+    let record = Record::begin(&manifest, config, &plan)?;
+    let mut progress = Progress::start(plan.tokens);
     let mut sink = ShardSink::new(&manifest, config.run.shard_bytes);
-    if forecast.fresh_samples > 0 {
-        let mut target = target::open(&config.engine_options())?;
-        for unit in Intake::open(&config.intake(), &encoder, &manifest)?.batches(config.run.batch_tokens) {
-            if stop.requested() {
-                break;
-            }
-            let unit = unit?;
-            let capture = progress.target(|| target.prefill(&unit.batch, &contract.layers))?;
-            progress.disk(|| sink.write(&unit.batch, &capture, unit.sources))?;
+    let mut target = None;
+    let intake = Intake::open(&config.intake(), &encoder, Some(&manifest))?;
+    for unit in intake.batches(config.run.batch_tokens) {
+        if stop.requested() {
+            break;
         }
+        let unit = unit?;
+        if unit.batch.tokens() == 0 {
+            sink.note(unit.sources);
+            continue;
+        }
+        // Opened on the first batch: a finished data set needs no model.
+        let target = match &mut target {
+            Some(target) => target,
+            none => none.insert(target::open(&config.engine_options()?)?),
+        };
+        let started = Instant::now();
+        let capture = target.prefill(&unit.batch, &contract.layers)?;
+        let target_s = started.elapsed().as_secs_f64();
+        sink.write(&unit.batch, &capture, unit.sources)?;
+        let disk_s = started.elapsed().as_secs_f64() - target_s;
+        progress.advance(unit.batch.tokens() as u64, target_s, disk_s);
     }
-    let written = progress.disk(|| sink.finish())?;
+    let written = sink.finish()?;
     progress.finish();
-    record.end(&manifest, &written, &progress, stop.requested())
+    record.end(written, &progress, stop.requested())
 }

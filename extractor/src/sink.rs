@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
+use serde::Serialize;
 use shared::contract::ContractError;
 use shared::manifest::{Manifest, ManifestError, SourceOutcome, SourceRecord};
 use shared::shard::{ShardError, ShardWriter};
@@ -58,7 +59,7 @@ impl SinkError {
 }
 
 /// What a sink has done so far.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Written {
     /// Samples committed.
     pub samples: u64,
@@ -111,7 +112,7 @@ impl<'a> ShardSink<'a> {
         sources: Vec<SourceRecord>,
     ) -> Result<(), SinkError> {
         self.require_rows(batch, capture)?;
-        self.take_sources(sources);
+        self.note(sources);
         for sample in self.check(batch, capture)? {
             self.push(sample)?;
         }
@@ -185,7 +186,8 @@ impl<'a> ShardSink<'a> {
         self.quarantined.insert(id, reason);
     }
 
-    fn take_sources(&mut self, sources: Vec<SourceRecord>) {
+    /// Adds records of lines that come without a batch.
+    pub fn note(&mut self, sources: Vec<SourceRecord>) {
         for mut record in sources {
             match record.outcome {
                 SourceOutcome::Committed(id) => {
