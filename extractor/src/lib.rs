@@ -3,3 +3,7 @@
 
 pub mod batch;
 pub mod capture;
+pub mod conversation;
+pub mod prompts;
+pub mod reject;
+pub mod tokenizer;
