@@ -183,7 +183,9 @@ impl Chat {
                 Role::Assistant => {
                     return Err(Fault::new(
                         RejectReason::NotAlternating,
-                        format!("turn {index} is the assistant's, but no user or tool spoke before it"),
+                        format!(
+                            "turn {index} is the assistant's, but no user or tool spoke before it"
+                        ),
                     ));
                 }
             }
@@ -258,19 +260,20 @@ fn join_content(index: usize, content: Value) -> Result<String, Fault> {
     for part in parts {
         match &part {
             Value::String(piece) => text.push_str(piece),
-            Value::Object(part) => match (part.get("type").and_then(Value::as_str), part.get("text"))
-            {
-                (None | Some("text"), Some(Value::String(piece))) => text.push_str(piece),
-                (kind, _) => {
-                    return Err(Fault::new(
-                        RejectReason::UnsupportedContent,
-                        format!(
-                            "turn {index} has a part of type {:?}: only text parts are understood",
-                            kind.map_or("(none)".into(), clip)
-                        ),
-                    ));
+            Value::Object(part) => {
+                match (part.get("type").and_then(Value::as_str), part.get("text")) {
+                    (None | Some("text"), Some(Value::String(piece))) => text.push_str(piece),
+                    (kind, _) => {
+                        return Err(Fault::new(
+                            RejectReason::UnsupportedContent,
+                            format!(
+                                "turn {index} has a part of type {:?}: only text parts are understood",
+                                kind.map_or("(none)".into(), clip)
+                            ),
+                        ));
+                    }
                 }
-            },
+            }
             other => {
                 return Err(bad_field(&format!("a part of turn {index}"), "an object", other));
             }
@@ -284,7 +287,10 @@ fn parse_tools(tools: Value) -> Result<Option<Value>, Fault> {
     let tools = match tools {
         Value::String(text) if text.trim().is_empty() => return Ok(None),
         Value::String(text) => serde_json::from_str(&text).map_err(|error| {
-            Fault::new(RejectReason::BadField, format!("`tools` is a string, but not JSON: {error}"))
+            Fault::new(
+                RejectReason::BadField,
+                format!("`tools` is a string, but not JSON: {error}"),
+            )
         })?,
         other => other,
     };
@@ -340,7 +346,9 @@ fn integers(key: &str, list: Option<&Value>, largest: u64) -> Result<Vec<u64>, F
             };
             integer.filter(|&integer| integer <= largest).ok_or_else(|| {
                 let shown = clip(&value.to_string());
-                fault(format!("{key}[{index}] is {shown}; integers from 0 to {largest} are expected"))
+                fault(format!(
+                    "{key}[{index}] is {shown}; integers from 0 to {largest} are expected"
+                ))
             })
         })
         .collect()

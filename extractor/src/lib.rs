@@ -4,6 +4,9 @@
 pub mod batch;
 pub mod capture;
 pub mod conversation;
+pub mod encode;
+pub mod layout;
 pub mod prompts;
 pub mod reject;
+pub mod template;
 pub mod tokenizer;

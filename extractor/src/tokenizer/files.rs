@@ -67,7 +67,9 @@ impl TokenizerConfig {
             Value::String(source) => Some(source.clone()),
             Value::Array(named) => {
                 let by_name = |name: &str| {
-                    named.iter().find(|entry| entry.get("name").and_then(Value::as_str) == Some(name))
+                    named
+                        .iter()
+                        .find(|entry| entry.get("name").and_then(Value::as_str) == Some(name))
                 };
                 let only = || named.first().filter(|_| named.len() == 1);
                 let entry = by_name("default").or_else(only)?;

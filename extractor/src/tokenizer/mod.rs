@@ -14,6 +14,7 @@ use fancy_regex::Regex;
 use thiserror::Error;
 
 pub use files::TokenizerConfig;
+pub(crate) use files::read_limited;
 use huggingface::HuggingFace;
 use tiktoken::Tiktoken;
 
