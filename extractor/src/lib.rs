@@ -3,9 +3,12 @@
 
 pub mod batch;
 pub mod capture;
+pub mod config;
 pub mod conversation;
 pub mod encode;
 pub mod layout;
+pub mod model_shape;
+pub mod plan;
 pub mod prompts;
 pub mod reject;
 pub mod template;
