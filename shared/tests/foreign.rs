@@ -101,10 +101,7 @@ fn values_are_looked_at() {
     };
     const NAN: [u8; 2] = 0x7fc0u16.to_le_bytes();
     // Row 5 of slot 2.
-    only_fault(
-        &spoiled(|v| v[(5 * 4 + 2) * 64 + 9] = NAN),
-        "slot 2: 1 NaN and 0 infinite",
-    );
+    only_fault(&spoiled(|v| v[(5 * 4 + 2) * 64 + 9] = NAN), "slot 2: 1 NaN and 0 infinite");
     only_fault(&spoiled(|v| v[(5 * 4 + 2) * 64 + 9] = NAN), "first in row 5");
     let zero_slot = |v: &mut [[u8; 2]]| {
         v.chunks_mut(64).skip(1).step_by(4).for_each(|row| row.fill([0, 0]));
