@@ -11,6 +11,7 @@ use thiserror::Error;
 use crate::batch::{Batcher, TokenBatch};
 use crate::encode::Encoder;
 use crate::prompts::{Line, Prompts, PromptsError};
+use crate::reject::Reject;
 
 /// Why the input cannot be turned into work.
 #[derive(Debug, Error)]
@@ -52,8 +53,10 @@ pub enum Admission {
     Known,
     /// A sample to extract, and the record that will commit its line.
     Fresh(TokenSample, SourceRecord),
-    /// A reject, or a duplicate of a line before it.
-    Noted(SourceRecord),
+    /// The same sample as a line before it.
+    Duplicate(SourceRecord),
+    /// Unusable.
+    Rejected(Reject, SourceRecord),
 }
 
 /// Samples of one forward, and the outcome of every line read since the last unit. The line of the
@@ -131,12 +134,14 @@ impl<'a> Intake<'a> {
             Err(reject) => {
                 tracing::debug!("{reject}");
                 let reason = format!("{}: {}", reject.reason, reject.detail);
-                return Ok(Admission::Noted(record(SourceOutcome::Rejected(reason), false)));
+                let record = record(SourceOutcome::Rejected(reason), false);
+                return Ok(Admission::Rejected(reject, record));
             }
         };
         let id = encoded.sample.id();
         if !self.seen.insert(id) {
-            return Ok(Admission::Noted(record(SourceOutcome::Duplicate(id), encoded.truncated)));
+            let record = record(SourceOutcome::Duplicate(id), encoded.truncated);
+            return Ok(Admission::Duplicate(record));
         }
         let record = record(SourceOutcome::Committed(id), encoded.truncated);
         Ok(Admission::Fresh(encoded.sample, record))
@@ -167,7 +172,9 @@ impl Batches<'_> {
             match self.intake.next().transpose()? {
                 None => self.exhausted = true,
                 Some(Admission::Known) => {}
-                Some(Admission::Noted(record)) => sources.push(record),
+                Some(Admission::Duplicate(record) | Admission::Rejected(_, record)) => {
+                    sources.push(record);
+                }
                 Some(Admission::Fresh(sample, record)) => {
                     sources.push(record);
                     if let Some(batch) = self.batcher.push(sample) {

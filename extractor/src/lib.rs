@@ -8,16 +8,19 @@ pub mod capture;
 pub mod config;
 pub mod conversation;
 pub mod encode;
+pub mod fingerprint;
+pub mod golden;
+pub mod input_file;
+pub mod intake;
 pub mod layout;
-pub mod model_shape;
+pub mod pipeline;
 pub mod plan;
+pub mod progress;
 pub mod prompts;
 pub mod reject;
 pub mod shutdown;
+pub mod sink;
+pub mod target;
+pub mod target_dir;
 pub mod template;
 pub mod tokenizer;
-
-/// The target model: the frozen network whose hidden states are recorded.
-pub mod target {
-    pub mod weights;
-}

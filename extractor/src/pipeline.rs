@@ -6,8 +6,8 @@ use std::time::Instant;
 
 use shared::manifest::Manifest;
 
-pub use self::report::{Outcome, PipelineError, RunReport};
 use self::report::Record;
+pub use self::report::{Outcome, PipelineError, RunReport};
 use crate::config::ExtractConfig;
 use crate::encode::Encoder;
 use crate::fingerprint::fingerprint;

@@ -9,8 +9,8 @@ use half::bf16;
 use shared::durable::{DatasetDir, DurableError, DurableFile};
 use thiserror::Error;
 
-use crate::target::error::TargetError;
-use crate::target::spec::TargetSpec;
+use crate::target::TargetError;
+use crate::target::TargetSpec;
 use crate::target::weights::{Checkpoint, WeightFormat, WeightsError};
 
 /// Name of the file that holds embeddings, final norm and head.
@@ -68,8 +68,8 @@ pub fn publish(dir: &DatasetDir, model: &Path, spec: &TargetSpec) -> Result<(), 
         if to.exists() || !from.exists() {
             continue;
         }
-        let bytes =
-            fs::read(&from).map_err(|source| TargetDirError::Read { path: from.clone(), source })?;
+        let bytes = fs::read(&from)
+            .map_err(|source| TargetDirError::Read { path: from.clone(), source })?;
         let mut file = DurableFile::create(dir.files().as_ref(), &to)?;
         file.write_all(&bytes)?;
         file.publish()?;

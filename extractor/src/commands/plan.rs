@@ -22,7 +22,7 @@ pub(crate) struct PlanArgs {
 
 pub(crate) fn run(args: &PlanArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
     let config = args.config.resolve()?.config;
-    let plan = Plan::make(&config, args.tokens_per_second)?;
+    let plan = Plan::standalone(&config, args.tokens_per_second)?;
     if args.json {
         writeln!(out, "{}", serde_json::to_string(&plan)?)?;
     } else {
@@ -36,6 +36,9 @@ fn write_table(plan: &Plan, out: &mut dyn Write) -> std::io::Result<()> {
     let mean = plan.tokens as f64 / plan.samples.max(1) as f64;
     let share = 100.0 * plan.trainable_tokens as f64 / plan.tokens.max(1) as f64;
     writeln!(out, "lines        {:>12}", plan.lines)?;
+    if plan.known_lines > 0 {
+        writeln!(out, "done already {:>12}", plan.known_lines)?;
+    }
     writeln!(out, "samples      {:>12}   {} cut off at max_tokens", plan.samples, plan.truncated)?;
     writeln!(out, "duplicates   {:>12}", plan.duplicates)?;
     let rate = 100.0 * plan.reject_rate();

@@ -9,7 +9,8 @@ use clap::{ArgMatches, Command, FromArgMatches};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-use super::{Device, LayerChoice};
+use super::LayerChoice;
+use crate::target::{Device, QaNormEps};
 
 /// The configuration flags, to be flattened into a command's arguments.
 #[derive(Clone, Debug, Default)]
@@ -92,7 +93,7 @@ struct Flags {
     tp: Option<usize>,
     /// [target] Epsilon of the norms inside latent attention.
     #[arg(long, env = "AERIE_QA_NORM_EPS", value_name = "EPS")]
-    qa_norm_eps: Option<f64>,
+    qa_norm_eps: Option<QaNormEps>,
     /// [target] Which revision of the model this is, for the fingerprint.
     #[arg(long, env = "AERIE_REVISION", value_name = "TEXT")]
     revision: Option<String>,

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-use shared::StateDtype;
+use shared::{CaptureSpec, StateDtype};
 use thiserror::Error;
 
 pub use args::ConfigArgs;
@@ -17,6 +17,8 @@ pub use layers::LayerChoice;
 pub use resolve::{Origin, Resolved};
 
 use crate::encode::{EncodeOptions, Overlong};
+use crate::intake::IntakeOptions;
+use crate::target::{Device, EngineOptions, QaNormEps, TargetSpec};
 
 /// Everything that says what an extraction does.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -42,9 +44,8 @@ pub struct TargetConfig {
     pub device: Device,
     /// Number of tensor-parallel ranks.
     pub tp: usize,
-    /// Epsilon of the norms inside latent attention. Hugging Face's code has 1e-6 whatever the
-    /// config says; vLLM takes `rms_norm_eps`.
-    pub qa_norm_eps: f64,
+    /// Epsilon of the norms inside latent attention: `config` as vLLM, `hf` as Hugging Face.
+    pub qa_norm_eps: QaNormEps,
     /// Which revision of the model this is, for the fingerprint.
     pub revision: String,
 }
@@ -97,20 +98,15 @@ pub struct RunConfig {
     pub limit: Option<u64>,
 }
 
-/// Where the target runs.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "lowercase")]
-pub enum Device {
-    /// Threads of this machine.
-    #[default]
-    Cpu,
-    /// NVIDIA GPUs, one a rank.
-    Cuda,
-}
-
 impl Default for TargetConfig {
     fn default() -> Self {
-        Self { model: None, device: Device::Cpu, tp: 1, qa_norm_eps: 1e-6, revision: String::new() }
+        Self {
+            model: None,
+            device: Device::Cpu,
+            tp: 1,
+            qa_norm_eps: QaNormEps::Config,
+            revision: String::new(),
+        }
     }
 }
 
@@ -214,12 +210,19 @@ pub enum ConfigError {
         /// The flag of the same name.
         flag: &'static str,
     },
+    /// A value that has no text form.
+    #[error("writing the configuration as text: {0}")]
+    Unprintable(String),
     /// Layers that the model does not have, or in the wrong order.
     #[error("capture.layers: {0}")]
     Layers(String),
 }
 
 impl ConfigError {
+    pub(crate) fn unprintable(error: impl std::fmt::Display) -> Self {
+        Self::Unprintable(error.to_string())
+    }
+
     /// Process exit code: 74 I/O, 78 configuration.
     pub fn exit_code(&self) -> u8 {
         if matches!(self, Self::Read { .. }) { 74 } else { 78 }
@@ -239,13 +242,41 @@ impl ExtractConfig {
         self.run.dataset.as_ref().ok_or(missing)
     }
 
+    /// What every sample of the data set contains.
+    pub fn capture_spec(&self, spec: &TargetSpec) -> Result<CaptureSpec, ConfigError> {
+        let layers = self.capture.layers.resolve(spec.num_layers)?;
+        Ok(CaptureSpec { layers, hidden_size: spec.hidden_size, dtype: self.capture.dtype })
+    }
+
+    /// What the intake needs.
+    pub fn intake(&self) -> IntakeOptions {
+        IntakeOptions {
+            prompts: self.data.prompts.clone(),
+            batch_tokens: self.run.batch_tokens,
+            limit: self.run.limit,
+        }
+    }
+
+    /// What the target engine needs.
+    pub fn engine_options(&self) -> Result<EngineOptions, ConfigError> {
+        Ok(EngineOptions {
+            device: self.target.device,
+            tp: self.target.tp,
+            qa_norm_eps: self.target.qa_norm_eps,
+            ..EngineOptions::new(self.model()?)
+        })
+    }
+
+    /// The configuration as TOML text.
+    pub fn to_toml(&self) -> Result<String, ConfigError> {
+        toml::to_string(self).map_err(ConfigError::unprintable)
+    }
+
     /// The first value outside its range, as (`section.key`, what is expected).
     fn out_of_range(&self) -> Option<(&'static str, String)> {
         let (data, run) = (&self.data, &self.run);
-        let eps = self.target.qa_norm_eps;
         let checks = [
             ("target.tp", (1..=256).contains(&self.target.tp), "1 to 256 ranks"),
-            ("target.qa_norm_eps", eps > 0.0 && eps < 0.1, "above 0 and below 0.1"),
             ("data.max_tokens", (2..=1 << 24).contains(&data.max_tokens), "2 to 16,777,216 tokens"),
             (
                 "data.min_trainable_tokens",

@@ -170,7 +170,11 @@ impl<'a> Record<'a> {
         let Conservation { lines, rejected, .. } = *conservation;
         let seen = lines - conservation.pending;
         if outcome == Outcome::Completed && rejected as f64 > self.reject_limit * seen as f64 {
-            return Err(PipelineError::RejectRate { rejected, lines: seen, limit: self.reject_limit });
+            return Err(PipelineError::RejectRate {
+                rejected,
+                lines: seen,
+                limit: self.reject_limit,
+            });
         }
         Ok(())
     }
