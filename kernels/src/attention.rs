@@ -9,9 +9,9 @@ use crate::gemm::{GemmView, GemmViewMut, matmul};
 use crate::simd::multiversion;
 
 /// Query rows of a tile.
-const TILE_ROWS: usize = 64;
-/// Keys of a tile: with 64 rows of f32 scores it stays in the second-level cache.
-const TILE_KEYS: usize = 256;
+const TILE_ROWS: usize = 128;
+/// Keys of a tile: with 128 rows of f32 scores that is 256 KiB, half of a second-level cache.
+const TILE_KEYS: usize = 512;
 const LANES: usize = 16;
 
 /// Elements from one token, and from one head, to the next.
