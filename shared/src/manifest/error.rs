@@ -175,6 +175,8 @@ fn sql_exit_code(error: &sqlx::Error) -> u8 {
         Some(11 | 26) => 65,
         Some(_) => 70,
         None if matches!(error, sqlx::Error::Io(_)) => 74,
+        // A value that no version of ours has written.
+        None if matches!(error, sqlx::Error::Decode(_) | sqlx::Error::ColumnDecode { .. }) => 65,
         None => 70,
     }
 }
