@@ -122,7 +122,7 @@ fn tensor_count(expected: &Expected, shapes: &[&[usize]], batch: &[usize]) -> Op
         let times = count / layers;
         return Some(format!("{times} times too many: the replies of {times} ranks were joined"));
     }
-    (count < layers).then(|| format!("{} layers were not captured", layers - count))
+    (count < layers).then(|| format!("{} of {layers} layers were not captured", layers - count))
 }
 
 const ROWS: &str = "one layer's rows were taken for layers";

@@ -8,8 +8,8 @@ use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
 use shared::files::{Files, ProductFile, RealFiles};
 use shared::*;
@@ -21,10 +21,16 @@ struct FailingFiles {
     done: Arc<AtomicUsize>,
     fail_at: usize,
     for_ever: bool,
+    log: Arc<Mutex<Vec<&'static str>>>,
 }
 
 impl FailingFiles {
-    fn step(&self) -> io::Result<()> {
+    fn new(fail_at: usize, for_ever: bool) -> Self {
+        Self { done: Arc::default(), fail_at, for_ever, log: Arc::default() }
+    }
+
+    fn step(&self, name: &'static str) -> io::Result<()> {
+        self.log.lock().unwrap().push(name);
         let step = self.done.fetch_add(1, Ordering::Relaxed) + 1;
         match step == self.fail_at || (self.for_ever && step > self.fail_at) {
             true => Err(io::Error::from_raw_os_error(5)),
@@ -37,7 +43,7 @@ struct FailingFile(Box<dyn ProductFile>, FailingFiles);
 
 impl Write for FailingFile {
     fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
-        self.1.step()?;
+        self.1.step("write")?;
         // Short writes are no errors.
         self.0.write(&buffer[..buffer.len().min(700)])
     }
@@ -49,50 +55,50 @@ impl Write for FailingFile {
 
 impl ProductFile for FailingFile {
     fn sync(&mut self) -> io::Result<()> {
-        self.1.step()?;
+        self.1.step("sync")?;
         self.0.sync()
     }
 }
 
 impl Files for FailingFiles {
     fn create_new(&self, path: &Path) -> io::Result<Box<dyn ProductFile>> {
-        self.step()?;
+        self.step("create_new")?;
         Ok(Box::new(FailingFile(RealFiles.create_new(path)?, self.clone())))
     }
     fn open_read(&self, path: &Path) -> io::Result<File> {
-        self.step()?;
+        self.step("open_read")?;
         RealFiles.open_read(path)
     }
     fn publish(&self, from: &Path, to: &Path) -> io::Result<()> {
-        self.step()?;
+        self.step("publish")?;
         RealFiles.publish(from, to)
     }
     fn replace(&self, from: &Path, to: &Path) -> io::Result<()> {
-        self.step()?;
+        self.step("replace")?;
         RealFiles.replace(from, to)
     }
     fn sync_dir(&self, path: &Path) -> io::Result<()> {
-        self.step()?;
+        self.step("sync_dir")?;
         RealFiles.sync_dir(path)
     }
     fn create_dir(&self, path: &Path) -> io::Result<()> {
-        self.step()?;
+        self.step("create_dir")?;
         RealFiles.create_dir(path)
     }
     fn remove_file(&self, path: &Path) -> io::Result<()> {
-        self.step()?;
+        self.step("remove_file")?;
         RealFiles.remove_file(path)
     }
     fn remove_dir(&self, path: &Path) -> io::Result<()> {
-        self.step()?;
+        self.step("remove_dir")?;
         RealFiles.remove_dir(path)
     }
     fn list(&self, path: &Path) -> io::Result<Vec<OsString>> {
-        self.step()?;
+        self.step("list")?;
         RealFiles.list(path)
     }
     fn free_bytes(&self, path: &Path) -> io::Result<u64> {
-        self.step()?;
+        self.step("free_bytes")?;
         RealFiles.free_bytes(path)
     }
 }
@@ -130,8 +136,8 @@ fn fail_each(for_ever: bool) -> usize {
     for fail_at in 1.. {
         let home = tempdir();
         let root = home.path().join("data");
-        let done = Arc::new(AtomicUsize::new(0));
-        let files = FailingFiles { done: done.clone(), fail_at, for_ever };
+        let files = FailingFiles::new(fail_at, for_ever);
+        let done = files.done.clone();
         let outcome = run(&DatasetDir::with_files(&root, Arc::new(files)), &samples);
         if done.load(Ordering::Relaxed) < fail_at {
             outcome.unwrap();
@@ -167,6 +173,22 @@ fn each_operation_fails_once() {
 #[test]
 fn each_operation_fails_for_ever() {
     assert!(fail_each(true) >= 15);
+}
+
+/// Nothing may be named before it is on stable storage, nor be counted on before its name is.
+#[test]
+fn a_shard_is_synced_then_named_then_its_directory_synced() {
+    let dir = tempdir();
+    fs::create_dir(dir.path().join("shards")).unwrap();
+    let files = FailingFiles::new(usize::MAX, false);
+    let home = DatasetDir::with_files(dir.path(), Arc::new(files.clone()));
+    let spec = spec(StateDtype::Bf16);
+    let mut writer = ShardWriter::create(&home, ShardId(0), &spec, &Digest([0; 32])).unwrap();
+    writer.push(&captured(&spec, 3, 1)).unwrap();
+    writer.seal().unwrap();
+    let mut log = files.log.lock().unwrap().clone();
+    log.dedup();
+    assert_eq!(log, ["create_new", "write", "sync", "publish", "sync_dir"]);
 }
 
 #[test]
