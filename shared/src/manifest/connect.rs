@@ -48,7 +48,7 @@ pub(super) async fn for_write(path: &Path) -> Result<SqliteConnection, ManifestE
         .await
         .map_err(sql("setting the journal mode"))?;
     MIGRATIONS
-        .run_direct(None, &mut conn, false)
+        .run(&mut conn)
         .await
         .map_err(|source| ManifestError::Migrate { path: path.to_path_buf(), source })?;
     Ok(conn)
