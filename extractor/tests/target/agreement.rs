@@ -7,7 +7,9 @@ use extractor::target::{
 use crate::{NANO_KIMI, STORIES, TINY_ODD, apart, batch, ids, layers, open, options};
 
 /// Sums over ranks are taken in another order than on one rank, and nothing else differs.
-const RANKS: f64 = 1e-5;
+const RANKS: f64 = 2e-5;
+/// Products of few and of many rows add in another order.
+const ROWS: f64 = 3e-5;
 
 #[test]
 fn ranks_agree() {
@@ -66,7 +68,7 @@ fn a_sequence_does_not_see_its_neighbours() {
             let (own, rest) = rows.split_at(alone.len());
             rows = rest;
             let apart = apart(own, &alone);
-            assert!(apart < 1e-5, "{model}, {} tokens: {apart}", sequence.len());
+            assert!(apart < ROWS, "{model}, {} tokens: {apart}", sequence.len());
         }
     }
 }
@@ -105,11 +107,11 @@ fn extending_a_cache_equals_prefill() {
             let part = target.extend(&request).unwrap();
             let rows = start * vocab_size..end * vocab_size;
             let logits = apart(&part.logits, &whole.logits[rows]);
-            assert!(logits < 1e-5, "{model} {start}..{end}: {logits}");
+            assert!(logits < ROWS, "{model} {start}..{end}: {logits}");
             for (part, whole) in part.capture.layers.iter().zip(&whole.capture.layers) {
                 let width = target.spec().hidden_size;
                 let apart = apart(&part.rows, &whole.rows[start * width..end * width]);
-                assert!(apart < 1e-5, "{model} {start}..{end} layer {}: {apart}", whole.layer);
+                assert!(apart < ROWS, "{model} {start}..{end} layer {}: {apart}", whole.layer);
             }
         }
     }
