@@ -139,7 +139,12 @@ impl Difference {
 
     /// Largest absolute difference in units of the expected values' rms.
     pub fn relative(&self) -> f64 {
-        if self.max_abs == 0.0 { 0.0 } else { self.max_abs / self.rms }
+        match self.max_abs / self.rms {
+            _ if self.max_abs == 0.0 => 0.0,
+            // NaN would pass every comparison.
+            ratio if ratio.is_nan() => f64::INFINITY,
+            ratio => ratio,
+        }
     }
 }
 

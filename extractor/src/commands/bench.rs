@@ -1,6 +1,7 @@
 //! `extractor bench`: prefill rate of a target, beside the product rate of the same machine.
 
 use std::io::Write;
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -24,6 +25,9 @@ pub(crate) struct BenchArgs {
     /// Ranks of tensor parallelism.
     #[arg(long, default_value_t = 1)]
     tp: usize,
+    /// CPU threads of all ranks together; one a core if not given.
+    #[arg(long)]
+    threads: Option<NonZeroUsize>,
     /// Batches that are timed; one more warms up.
     #[arg(long, default_value_t = 3)]
     repeats: usize,
@@ -33,7 +37,8 @@ pub(crate) struct BenchArgs {
 pub(crate) fn run(args: &BenchArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
     ensure!(args.seq_len > 0 && args.tokens >= args.seq_len, "--tokens must be at least --seq-len");
     ensure!(args.repeats > 0, "--repeats must be at least 1");
-    let options = EngineOptions { tp: args.tp, ..EngineOptions::new(&args.model) };
+    let options =
+        EngineOptions { tp: args.tp, threads: args.threads, ..EngineOptions::new(&args.model) };
     let mut target = RankGroup::open(&options)?;
     let (vocab_size, num_layers) = (target.spec().vocab_size, target.spec().num_layers);
     let batch = batch(args, vocab_size)?;
@@ -53,7 +58,7 @@ pub(crate) fn run(args: &BenchArgs, out: &mut dyn Write) -> anyhow::Result<bool>
     rates.sort_by(f64::total_cmp);
     let rate = rates[rates.len() / 2];
     let gflops = rate * flops / 1e9;
-    let threads = std::thread::available_parallelism()?.get();
+    let threads = args.threads.map_or_else(std::thread::available_parallelism, Ok)?.get();
     let peak = kernels::gemm::peak(kernels::Threads(threads));
     writeln!(
         out,
