@@ -1,6 +1,7 @@
 //! The configuration and the plan, through the real binary: files, environment and flags.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs)]
+#![allow(clippy::disallowed_methods)] // test files need not be durable
 
 mod support;
 

@@ -1,6 +1,7 @@
 //! JSONL as it comes: every spelling, and every way of being broken.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs)]
+#![allow(clippy::disallowed_methods)] // test files need not be durable
 
 use std::io::Write;
 use std::path::{Path, PathBuf};

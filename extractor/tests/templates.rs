@@ -1,6 +1,7 @@
 //! Chat templates against jinja2, the answers' places in them, and attacks.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs)]
+#![allow(clippy::disallowed_methods)] // test files need not be durable
 
 mod support;
 

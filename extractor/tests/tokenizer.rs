@@ -1,6 +1,7 @@
 //! Token ids against the tiktoken library's, in both modes.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs)]
+#![allow(clippy::disallowed_methods)] // test files need not be durable
 
 use std::path::PathBuf;
 
@@ -87,7 +88,7 @@ fn offsets_point_at_the_text_of_each_token() {
     let text = "Say <|im_end|> then  stop.\n你好 😀<|im_end|>";
     let first = text.find("<|im_end|>").unwrap();
     let tokenizer = nano_kimi();
-    let tokens = tokenizer.encode_spans(text, &[0..first + 3]).unwrap();
+    let tokens = tokenizer.encode_spans(text, std::slice::from_ref(&(0..first + 3))).unwrap();
     let special = tokenizer.special_id("<|im_end|>").unwrap();
     assert_eq!(tokens.iter().filter(|token| token.id == special).count(), 1);
     let mut at = 0;

@@ -20,6 +20,13 @@ pub(super) struct Mark {
     pub(super) end: usize,
 }
 
+/// A rendering of marked messages.
+pub(super) struct Rendering {
+    pub(super) text: String,
+    /// Left to right.
+    pub(super) marks: Vec<Mark>,
+}
+
 /// The chat with every content replaced by a mark.
 pub(super) struct Marked {
     pub(super) messages: Vec<Message>,
@@ -89,10 +96,10 @@ impl Marked {
     /// one with contents, whole or trimmed, put in.
     pub(super) fn match_plain(
         &self,
-        rendered: &str,
-        marks: &[Mark],
+        rendering: &Rendering,
         plain: &str,
     ) -> Option<Vec<Range<usize>>> {
+        let Rendering { text: rendered, marks } = rendering;
         let mut places = Vec::with_capacity(marks.len());
         let mut at = marks.first().map_or(rendered.len(), |mark| mark.start);
         if plain.get(..at)? != rendered.get(..at)? {

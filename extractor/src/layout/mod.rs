@@ -12,7 +12,7 @@ use crate::conversation::{Chat, Message, Role};
 use crate::reject::{Fault, RejectReason};
 use crate::template::{ChatTemplate, TemplateError};
 use crate::tokenizer::{Tokenizer, TokenizerError};
-use marks::{Mark, Marked, is_mark, marks_of, to_plain};
+use marks::{Mark, Marked, Rendering, is_mark, marks_of, to_plain};
 
 /// Keys of a message besides `content` that hold running text.
 const THOUGHTS: [&str; 2] = ["reasoning_content", "reasoning"];
@@ -125,20 +125,21 @@ impl Layouter<'_> {
         let Ok(rendered) = self.try_render(chat, &marked.messages, generation_prompt) else {
             return Ok(None);
         };
-        let marks = marks_of(&rendered);
-        let Some(places) = marked.match_plain(&rendered, &marks, plain) else { return Ok(None) };
+        let rendering = Rendering { marks: marks_of(&rendered), text: rendered };
+        let marks = &rendering.marks;
+        let Some(places) = marked.match_plain(&rendering, plain) else { return Ok(None) };
         let mut answers = Vec::new();
         for (index, message) in chat.messages.iter().enumerate() {
             if message.role != Role::Assistant {
                 continue;
             }
-            let Some(answer) = self.answer_by_marks(chat, marked, &rendered, &marks, index)? else {
+            let Some(answer) = self.answer_by_marks(chat, marked, &rendering, index)? else {
                 return Ok(None);
             };
             answers.push(Answer {
-                range: to_plain(answer.range.start, &marks, &places)
-                    ..to_plain(answer.range.end, &marks, &places),
-                content_end: to_plain(answer.content_end, &marks, &places),
+                range: to_plain(answer.range.start, marks, &places)
+                    ..to_plain(answer.range.end, marks, &places),
+                content_end: to_plain(answer.content_end, marks, &places),
             });
         }
         if !ascending(answers.iter().map(|answer| &answer.range)) {
@@ -152,10 +153,10 @@ impl Layouter<'_> {
         &self,
         chat: &Chat,
         marked: &Marked,
-        rendered: &str,
-        marks: &[Mark],
+        rendering: &Rendering,
         turn: usize,
     ) -> Result<Option<Answer>, Fault> {
+        let Rendering { text: rendered, marks } = rendering;
         let of_turn = |mark: &&Mark| marked.turn_of(mark.slot) == turn;
         let Some(first) = marks.iter().position(|mark| of_turn(&mark)) else { return Ok(None) };
         let Some(last) = marks.iter().rfind(of_turn) else { return Ok(None) };
