@@ -227,22 +227,8 @@ impl Encoder {
     }
 
     fn tokens_of(&self, layout: &Layout) -> Result<Vec<Token>, Fault> {
-        let mut ordinary = Vec::with_capacity(layout.contents.len());
-        for (range, answer) in &layout.contents {
-            let mut start = range.start;
-            if *answer && !self.options.answer_specials.is_empty() {
-                let content = layout.text.get(range.clone()).unwrap_or_default();
-                for token in self.tokenizer.special_text(content).map_err(tokenizer_fault)? {
-                    let name = content.get(token.start..token.end).unwrap_or_default();
-                    if self.options.answer_specials.iter().any(|allowed| allowed == name) {
-                        ordinary.push(start..range.start + token.start);
-                        start = range.start + token.end;
-                    }
-                }
-            }
-            ordinary.push(start..range.end);
-        }
-        ordinary.retain(|range| !range.is_empty());
+        let ordinary: Vec<Range<usize>> =
+            layout.contents.iter().filter(|range| !range.is_empty()).cloned().collect();
         self.tokenizer.encode_spans(&layout.text, &ordinary).map_err(tokenizer_fault)
     }
 

@@ -264,8 +264,11 @@ impl RawLine {
                 format!("more than {MAX_JSON_DEPTH} brackets inside one another"),
             ));
         }
-        let row = serde_json::from_str(text)
-            .map_err(|error| Fault::new(RejectReason::BadJson, error.to_string()))?;
+        let row = serde_json::from_str(text).map_err(|error: serde_json::Error| {
+            // The parser sees one line, so its line number would mislead.
+            let detail = error.to_string().replace(" at line 1 column ", ", at byte ");
+            Fault::new(RejectReason::BadJson, detail)
+        })?;
         Body::parse(row)
     }
 }

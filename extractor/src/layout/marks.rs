@@ -6,7 +6,7 @@ use std::ops::Range;
 use serde_json::Value;
 
 use super::THOUGHTS;
-use crate::conversation::{Chat, Message};
+use crate::conversation::{Chat, Message, Role};
 
 /// Marks are private-use characters of plane 15, one for each content.
 const FIRST_MARK: u32 = 0xF0000;
@@ -20,6 +20,13 @@ pub(super) struct Mark {
     pub(super) end: usize,
 }
 
+/// A rendering of marked messages.
+pub(super) struct Rendering {
+    pub(super) text: String,
+    /// Left to right.
+    pub(super) marks: Vec<Mark>,
+}
+
 /// The chat with every content replaced by a mark.
 pub(super) struct Marked {
     pub(super) messages: Vec<Message>,
@@ -28,20 +35,23 @@ pub(super) struct Marked {
 }
 
 impl Marked {
-    /// `None` when there are more contents than marks.
-    pub(super) fn new(chat: &Chat) -> Option<Self> {
+    /// Text of `answer_specials` in an answer stays as it is, so that templates see it and it
+    /// counts as their own. With `mark_silence` an empty content is marked too, which shows where a
+    /// turn that only calls tools stands, but misleads templates that ask whether it says
+    /// anything. `None` when there are more contents than marks.
+    pub(super) fn new(chat: &Chat, answer_specials: &[String], mark_silence: bool) -> Option<Self> {
         let mut marked = Self { messages: Vec::with_capacity(chat.messages.len()), slots: vec![] };
         for (turn, message) in chat.messages.iter().enumerate() {
+            let kept = if message.role == Role::Assistant { answer_specials } else { &[] };
             let mut copy = message.clone();
-            // Templates ask whether a turn that calls tools says anything too.
-            if !(message.content.is_empty() && message.calls_tools()) {
-                copy.content = marked.add(turn, &message.content)?;
+            if mark_silence || !(message.content.is_empty() && message.calls_tools()) {
+                copy.content = marked.add_parts(turn, &message.content, kept)?;
             }
             for key in THOUGHTS {
                 if let Some(Value::String(text)) = copy.extra.get_mut(key)
                     && !text.is_empty()
                 {
-                    *text = marked.add(turn, text)?;
+                    *text = marked.add_parts(turn, text, kept)?;
                 }
             }
             marked.messages.push(copy);
@@ -49,11 +59,32 @@ impl Marked {
         Some(marked)
     }
 
-    fn add(&mut self, turn: usize, text: &str) -> Option<String> {
+    /// The text with all but the `kept` parts replaced by marks.
+    fn add_parts(&mut self, turn: usize, text: &str, kept: &[String]) -> Option<String> {
+        let mut marked = String::new();
+        let mut rest = text;
+        loop {
+            let hits = kept.iter().filter_map(|name| Some((rest.find(name.as_str())?, name)));
+            let first = hits.min_by_key(|(at, name)| (*at, std::cmp::Reverse(name.len())));
+            let Some((at, name)) = first.filter(|(_, name)| !name.is_empty()) else { break };
+            let (before, after) = rest.split_at(at);
+            if !before.is_empty() {
+                marked.push(self.add(turn, before)?);
+            }
+            marked.push_str(name);
+            rest = after.get(name.len()..)?;
+        }
+        if !rest.is_empty() || text.is_empty() {
+            marked.push(self.add(turn, rest)?);
+        }
+        Some(marked)
+    }
+
+    fn add(&mut self, turn: usize, text: &str) -> Option<char> {
         let slot = self.slots.len();
         let mark = u32::try_from(slot).ok().filter(|_| slot < MARKS)?;
         self.slots.push((turn, text.to_owned()));
-        char::from_u32(FIRST_MARK + mark).map(String::from)
+        char::from_u32(FIRST_MARK + mark)
     }
 
     /// The turn whose content a mark stands for.
@@ -65,10 +96,10 @@ impl Marked {
     /// one with contents, whole or trimmed, put in.
     pub(super) fn match_plain(
         &self,
-        rendered: &str,
-        marks: &[Mark],
+        rendering: &Rendering,
         plain: &str,
     ) -> Option<Vec<Range<usize>>> {
+        let Rendering { text: rendered, marks } = rendering;
         let mut places = Vec::with_capacity(marks.len());
         let mut at = marks.first().map_or(rendered.len(), |mark| mark.start);
         if plain.get(..at)? != rendered.get(..at)? {

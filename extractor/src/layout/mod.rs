@@ -12,7 +12,7 @@ use crate::conversation::{Chat, Message, Role};
 use crate::reject::{Fault, RejectReason};
 use crate::template::{ChatTemplate, TemplateError};
 use crate::tokenizer::{Tokenizer, TokenizerError};
-use marks::{Mark, Marked, is_mark, marks_of, to_plain};
+use marks::{Mark, Marked, Rendering, is_mark, marks_of, to_plain};
 
 /// Keys of a message besides `content` that hold running text.
 const THOUGHTS: [&str; 2] = ["reasoning_content", "reasoning"];
@@ -22,8 +22,8 @@ const THOUGHTS: [&str; 2] = ["reasoning_content", "reasoning"];
 pub struct Layout {
     /// What the template wrote.
     pub text: String,
-    /// Where message contents stand; `true` for the assistant's.
-    pub contents: Vec<(Range<usize>, bool)>,
+    /// Where message contents stand.
+    pub contents: Vec<Range<usize>>,
     /// The assistant's turns, each from the end of its prompt to the end of its end marker.
     pub answers: Vec<Answer>,
 }
@@ -52,10 +52,18 @@ impl Layouter<'_> {
     pub(crate) fn lay_out(&self, chat: &Chat, generation_prompt: bool) -> Result<Layout, Fault> {
         self.refuse_special_text_elsewhere(chat)?;
         let plain = self.render(chat, &chat.messages, generation_prompt)?;
-        match self.by_marks(chat, &plain, generation_prompt)? {
-            Some(layout) => Ok(layout),
-            None => self.by_prefixes(chat, plain),
+        let silent = |turn: &Message| turn.content.is_empty() && turn.calls_tools();
+        let attempts: &[bool] =
+            if chat.messages.iter().any(silent) { &[true, false] } else { &[true] };
+        for &mark_silence in attempts {
+            let marked = Marked::new(chat, self.answer_specials, mark_silence);
+            if let Some(marked) = marked.filter(|_| !plain.chars().any(is_mark))
+                && let Some(layout) = self.by_marks(chat, &marked, &plain, generation_prompt)?
+            {
+                return Ok(layout);
+            }
         }
+        self.by_prefixes(chat, plain)
     }
 
     fn render(
@@ -110,40 +118,34 @@ impl Layouter<'_> {
     fn by_marks(
         &self,
         chat: &Chat,
+        marked: &Marked,
         plain: &str,
         generation_prompt: bool,
     ) -> Result<Option<Layout>, Fault> {
-        let Some(marked) = Marked::new(chat).filter(|_| !plain.chars().any(is_mark)) else {
-            return Ok(None);
-        };
         let Ok(rendered) = self.try_render(chat, &marked.messages, generation_prompt) else {
             return Ok(None);
         };
-        let marks = marks_of(&rendered);
-        let Some(places) = marked.match_plain(&rendered, &marks, plain) else { return Ok(None) };
+        let rendering = Rendering { marks: marks_of(&rendered), text: rendered };
+        let marks = &rendering.marks;
+        let Some(places) = marked.match_plain(&rendering, plain) else { return Ok(None) };
         let mut answers = Vec::new();
         for (index, message) in chat.messages.iter().enumerate() {
             if message.role != Role::Assistant {
                 continue;
             }
-            let Some(answer) = self.answer_by_marks(chat, &marked, &rendered, &marks, index)?
-            else {
+            let Some(answer) = self.answer_by_marks(chat, marked, &rendering, index)? else {
                 return Ok(None);
             };
             answers.push(Answer {
-                range: to_plain(answer.range.start, &marks, &places)
-                    ..to_plain(answer.range.end, &marks, &places),
-                content_end: to_plain(answer.content_end, &marks, &places),
+                range: to_plain(answer.range.start, marks, &places)
+                    ..to_plain(answer.range.end, marks, &places),
+                content_end: to_plain(answer.content_end, marks, &places),
             });
         }
         if !ascending(answers.iter().map(|answer| &answer.range)) {
             return Ok(None);
         }
-        let contents = marks.iter().zip(&places).map(|(mark, place)| {
-            let role = chat.messages.get(marked.turn_of(mark.slot)).map(|turn| turn.role);
-            (place.clone(), role == Some(Role::Assistant))
-        });
-        Ok(Some(Layout { text: plain.to_owned(), contents: contents.collect(), answers }))
+        Ok(Some(Layout { text: plain.to_owned(), contents: places, answers }))
     }
 
     /// Where the answer of one turn stands in the marked rendering.
@@ -151,10 +153,10 @@ impl Layouter<'_> {
         &self,
         chat: &Chat,
         marked: &Marked,
-        rendered: &str,
-        marks: &[Mark],
+        rendering: &Rendering,
         turn: usize,
     ) -> Result<Option<Answer>, Fault> {
+        let Rendering { text: rendered, marks } = rendering;
         let of_turn = |mark: &&Mark| marked.turn_of(mark.slot) == turn;
         let Some(first) = marks.iter().position(|mark| of_turn(&mark)) else { return Ok(None) };
         let Some(last) = marks.iter().rfind(of_turn) else { return Ok(None) };

@@ -135,14 +135,14 @@ impl JsonWriter {
             ValueKind::String => self.string(value.as_str().unwrap_or_default()),
             ValueKind::Seq | ValueKind::Iterable => {
                 let items: Vec<Value> = value.try_iter()?.checked().collect::<Result<_, _>>()?;
-                self.list('[', &items, ']', depth, |writer, item| writer.write(item, depth + 1))?;
+                self.list(['[', ']'], &items, depth, |writer, item| writer.write(item, depth + 1))?;
             }
             ValueKind::Map => {
                 let mut keys: Vec<Value> = value.try_iter()?.checked().collect::<Result<_, _>>()?;
                 if self.sort {
                     keys.sort();
                 }
-                self.list('{', &keys, '}', depth, |writer, key| {
+                self.list(['{', '}'], &keys, depth, |writer, key| {
                     writer.string(&key.to_string());
                     let separator = writer.key.clone();
                     writer.out.push_str(&separator);
@@ -156,9 +156,8 @@ impl JsonWriter {
 
     fn list(
         &mut self,
-        open: char,
+        [open, close]: [char; 2],
         items: &[Value],
-        close: char,
         depth: usize,
         mut write: impl FnMut(&mut Self, &Value) -> Result<(), Error>,
     ) -> Result<(), Error> {
