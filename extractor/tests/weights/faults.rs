@@ -2,6 +2,8 @@
 
 use std::io::Write;
 
+use proptest::prelude::*;
+
 use extractor::target::weights::{Checkpoint, MAX_HEADER_BYTES, MAX_TENSORS, Slice, WeightsError};
 use safetensors::tensor::Dtype;
 
@@ -278,4 +280,31 @@ fn the_digest_sees_names_headers_and_data() {
     assert_ne!(digest("a.safetensors", "x", &values), first);
     values.push(0.0);
     assert_ne!(digest("a.safetensors", "x", &values), first);
+}
+
+proptest! {
+    /// Whatever the bytes say, the answer is weights or an error: no panic, no fault.
+    #[test]
+    fn damaged_files_never_panic(
+        damage in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),
+        keep in any::<prop::sample::Index>(),
+        cut in any::<bool>(),
+    ) {
+        let dir = tempfile::tempdir().unwrap();
+        write(dir.path(), "model.safetensors", &int4_parts());
+        let path = dir.path().join("model.safetensors");
+        let mut bytes = fs::read(&path).unwrap();
+        for (place, byte) in damage {
+            let place = place.index(bytes.len());
+            bytes[place] = byte;
+        }
+        if cut {
+            bytes.truncate(keep.index(bytes.len()));
+        }
+        fs::write(&path, bytes).unwrap();
+        if let Ok(checkpoint) = Checkpoint::open(dir.path()) {
+            let _ = linear(&checkpoint, [2, 32]);
+            checkpoint.digest().unwrap();
+        }
+    }
 }
