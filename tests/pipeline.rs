@@ -24,7 +24,8 @@ fn model() -> String {
 
 fn extract(dir: &Path, prompts: &str, more: &[&str]) -> Value {
     let model = model();
-    let mut args = vec!["run", "--model", &model, "--prompts", prompts, "--dataset", "ds", "--json"];
+    let mut args =
+        vec!["run", "--model", &model, "--prompts", prompts, "--dataset", "ds", "--json"];
     args.extend(["--max-tokens", "256", "--batch-tokens", "1024", "--shard-bytes", "2000000"]);
     args.extend(more);
     serde_json::from_str(&extractor(dir, &args).expect_code(0).stdout).unwrap()
@@ -57,7 +58,8 @@ fn conversations_become_a_draft_that_both_engines_load() {
     assert!(losses.last() < losses.first(), "the loss does not fall: {losses:?}");
 
     let evaluate = ["evaluate", "--draft", "run", "--dataset", "ds", "--json"];
-    let forced: Value = serde_json::from_str(&trainer(dir, &evaluate).expect_code(0).stdout).unwrap();
+    let forced: Value =
+        serde_json::from_str(&trainer(dir, &evaluate).expect_code(0).stdout).unwrap();
     assert!(forced["samples"].as_u64().unwrap() > 0, "{forced}");
 
     let held_out = root().join("data/held_out.jsonl");
@@ -71,7 +73,8 @@ fn conversations_become_a_draft_that_both_engines_load() {
     for layout in ["llama", "speculators"] {
         trainer(dir, &["export", "run", layout, "--layout", layout]).expect_code(0);
         let config: Value =
-            serde_json::from_slice(&fs::read(dir.join(layout).join("config.json")).unwrap()).unwrap();
+            serde_json::from_slice(&fs::read(dir.join(layout).join("config.json")).unwrap())
+                .unwrap();
         assert_eq!(config["eagle_aux_hidden_state_layer_ids"], serde_json::json!([3, 5, 6]));
         assert!(dir.join(layout).join("model.safetensors").is_file());
     }
@@ -101,7 +104,8 @@ fn other_settings_are_refused_with_both_values() {
     extract(dir, &prompts, &[]);
     let model = model();
     let args = ["run", "--model", &model, "--prompts", &prompts, "--dataset", "ds"];
-    let refused = extractor(dir, &[&args[..], &["--layers", "1,7", "--max-tokens", "256"]].concat());
+    let refused =
+        extractor(dir, &[&args[..], &["--layers", "1,7", "--max-tokens", "256"]].concat());
     let refused = refused.expect_code(78);
     assert!(refused.stderr.contains("2,4,5,7") && refused.stderr.contains("1,7"), "{refused:?}");
     extractor(dir, &["audit", "ds", "--verify", "all"]).expect_code(0);
