@@ -299,10 +299,10 @@ impl GoldenPrompt {
         };
         for (&k, expected) in &self.states {
             let found = match k {
-                0 => probe.embeddings.as_slice(),
+                0 => probe.embeddings.clone(),
                 _ => layer_rows(&probe, k - 1),
             };
-            compare(&format!("h_{k}"), &pick(found, &self.rows, width), expected);
+            compare(&format!("h_{k}"), &pick(&found, &self.rows, width), expected);
         }
         if !self.normed.is_empty() {
             compare("normed", &pick(&probe.normed, &self.rows, width), &self.normed);
@@ -371,9 +371,9 @@ impl GoldenPrompt {
     }
 }
 
-fn layer_rows(probe: &Probe, layer: usize) -> &[f32] {
+fn layer_rows(probe: &Probe, layer: usize) -> Vec<f32> {
     let found = probe.capture.layers.iter().find(|found| usize::from(found.layer.0) == layer);
-    found.map_or(&[], |found| &found.rows)
+    found.map_or(Vec::new(), |found| found.rows.to_f32())
 }
 
 fn pick(values: &[f32], rows: &[usize], width: usize) -> Vec<f32> {

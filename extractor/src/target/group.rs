@@ -11,18 +11,17 @@ use shared::LayerIndex;
 use super::collective::{Collective, Solo, Threads};
 use super::cpu::CpuOps;
 use super::error::TargetError;
-use super::model::{
-    CapturedLayer, ForwardOutput, ForwardRequest, Model, Parts, StageTimes, Wanted,
-};
+use super::model::{ForwardOutput, ForwardRequest, Model, Parts, StageTimes, Wanted};
 use super::ops::RouterChoice;
 use super::options::{Device, EngineOptions};
 use super::plan::RankPlan;
 use super::ranks::{EndGroup, RankWorker, Ranks};
+use super::source::Source;
 use super::spec::TargetSpec;
 use super::weights::Checkpoint;
 use super::{CacheId, ExtendRequest, Extension, TargetModel};
 use crate::batch::TokenBatch;
-use crate::capture::{Capture, LayerCapture};
+use crate::capture::{Capture, LayerCapture, LayerRows};
 
 /// A target model on one or more ranks.
 pub struct RankGroup {
@@ -59,8 +58,8 @@ impl RankGroup {
         }
         let spec = TargetSpec::read(&options.dir)?;
         let plans = options.plans(&spec)?;
-        let checkpoint = Checkpoint::open(&options.dir)?;
-        let ranks = start_cpu(options, &spec, &plans, checkpoint)?;
+        let source = Source::Checkpoint(Checkpoint::open(&options.dir)?);
+        let ranks = start_cpu(options, &spec, &plans, source)?;
         Ok(Self { spec, plans, ranks, caches: HashMap::new() })
     }
 
@@ -83,9 +82,10 @@ impl RankGroup {
         for (rank, output) in outputs.iter().enumerate() {
             check_shapes(rank, output, &wanted.layers, shape)?;
         }
+        let capture = self.gather(&mut outputs, &wanted.layers, shape)?;
         let output = outputs.swap_remove(0);
         Ok(Probe {
-            capture: self.gather(output.captured, &wanted.layers, shape)?,
+            capture,
             embeddings: output.embeddings,
             normed: output.normed,
             logits,
@@ -126,32 +126,51 @@ impl RankGroup {
         Ok(())
     }
 
-    /// The residual stream is the same on all ranks; rank 0's is taken.
+    /// The residual stream is the same on all ranks, and each has copied some rows of it: puts
+    /// them one after the other.
     fn gather(
         &self,
-        captured: Vec<CapturedLayer>,
+        outputs: &mut [ForwardOutput],
         layers: &[LayerIndex],
         [tokens, hidden_size]: [usize; 2],
     ) -> Result<Capture, TargetError> {
-        let mut found: HashMap<LayerIndex, Vec<f32>> = captured
-            .into_iter()
-            .filter_map(|captured| captured.rows.map(|rows| (captured.layer, rows)))
-            .collect();
         let mut gathered = Vec::with_capacity(layers.len());
-        for &layer in layers {
-            let rows = found.remove(&layer).filter(|rows| rows.len() == tokens * hidden_size);
-            let rows = rows.ok_or_else(|| TargetError::Reply {
-                rank: 0,
-                found: format!("no rows of layer {layer}"),
-                expected: format!("[{tokens}, {hidden_size}]"),
-            })?;
+        for (index, &layer) in layers.iter().enumerate() {
+            let mut rows = LayerRows::default();
+            for (rank, output) in outputs.iter_mut().enumerate() {
+                let Some(part) = output.captured.get_mut(index) else { continue };
+                let (first, part) = (part.first, std::mem::take(&mut part.rows));
+                if part.is_empty() {
+                    continue;
+                }
+                let unexpected = |found| TargetError::Reply {
+                    rank,
+                    found,
+                    expected: format!("rows of layer {layer} from {}", rows.len() / hidden_size),
+                };
+                if rows.is_empty() && first == 0 {
+                    rows = part;
+                } else if first * hidden_size != rows.len() {
+                    return Err(unexpected(format!("rows from {first}")));
+                } else if let Err(part) = rows.append(part) {
+                    let found = format!("{} values", part.dtype());
+                    return Err(TargetError::Reply { rank, found, expected: rows.dtype().into() });
+                }
+            }
+            if rows.len() != tokens * hidden_size {
+                return Err(TargetError::Reply {
+                    rank: 0,
+                    found: format!("{} values of layer {layer}", rows.len()),
+                    expected: format!("[{tokens}, {hidden_size}]"),
+                });
+            }
             tracing::debug!(
                 target: "aerie::shapes",
                 batch = self.ranks.batch(),
                 stage = "gathered",
                 layer = layer.0,
                 shape = ?[tokens, hidden_size],
-                dtype = "f32",
+                dtype = rows.dtype(),
             );
             gathered.push(LayerCapture { layer, rows });
         }
@@ -273,7 +292,7 @@ impl RankWorker for CpuRank {
                 stage = "captured",
                 layer = captured.layer.0,
                 shape = ?captured.shape,
-                dtype = "f32",
+                dtype = captured.rows.dtype(),
             );
         }
         Ok(output)
@@ -290,7 +309,7 @@ fn start_cpu(
     options: &EngineOptions,
     spec: &TargetSpec,
     plans: &[RankPlan],
-    checkpoint: Checkpoint,
+    source: Source,
 ) -> Result<Ranks, TargetError> {
     let world_size = plans.len();
     let (collectives, end): (Vec<CpuCollective>, EndGroup) = if world_size == 1 {
@@ -312,7 +331,7 @@ fn start_cpu(
         let parts = Parts {
             ops: CpuOps::new(threads),
             collective,
-            checkpoint: &checkpoint,
+            source: &source,
             spec: &spec,
             plan: plans[rank].clone(),
             qa_norm_eps,

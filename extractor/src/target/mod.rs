@@ -12,6 +12,7 @@ mod ops;
 mod options;
 mod plan;
 mod ranks;
+mod source;
 mod spec;
 pub mod weights;
 
@@ -21,7 +22,7 @@ pub use self::error::TargetError;
 pub use self::group::{Probe, RankGroup};
 pub use self::model::{Stage, StageTimes, Wanted};
 pub use self::ops::RouterChoice;
-pub use self::options::{Device, EngineOptions};
+pub use self::options::{Compute, Device, EngineOptions};
 pub use self::plan::{ExpertPlan, RankPlan};
 pub use self::spec::{
     AttentionSpec, GqaSpec, MlaSpec, MoeSpec, QaNormEps, RopeScaling, RopeSpec, TargetSpec,

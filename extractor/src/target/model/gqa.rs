@@ -2,7 +2,8 @@
 //! may be appended to one.
 
 use super::load::{Loader, heads};
-use super::step::{Input, Stage, Step, Work};
+use super::step::{Input, Stage, Step};
+use super::work::Work;
 use crate::target::error::TargetError;
 use crate::target::kv::LayerCache;
 use crate::target::ops::{AttentionDims, Ops, Write};
@@ -43,7 +44,7 @@ impl<O: Ops> Gqa<O> {
             Ok::<_, TargetError>(Projection {
                 weight: loader.rows(&weight, [out, loader.spec.hidden_size], rows.clone())?,
                 bias: if gqa.qkv_bias {
-                    Some(loader.ops.load_vector(loader.checkpoint, &bias, out, rows)?)
+                    Some(loader.ops.load_vector(loader.source, &bias, out, rows)?)
                 } else {
                     None
                 },
@@ -89,7 +90,7 @@ impl<O: Ops> Gqa<O> {
         }
         step.ops.rope(q, &step.angles, self.head_dim)?;
         step.ops.rope(k, &step.angles, self.head_dim)?;
-        step.clock.lap(Stage::Projections);
+        step.ops.lap(Stage::Projections)?;
         let dims = AttentionDims {
             cu_seqlens: step.cu_seqlens,
             cached: step.cached,
@@ -101,7 +102,7 @@ impl<O: Ops> Gqa<O> {
         };
         super::attend(step, cache, &dims)?;
         step.project(Input::Attended, &self.out)?;
-        step.clock.lap(Stage::Projections);
+        step.ops.lap(Stage::Projections)?;
         step.settle()
     }
 }

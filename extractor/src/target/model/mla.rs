@@ -2,7 +2,8 @@
 //! caches but that keys and values may be appended to one.
 
 use super::load::{Loader, heads};
-use super::step::{Input, Stage, Step, Work};
+use super::step::{Input, Stage, Step};
+use super::work::Work;
 use crate::target::error::TargetError;
 use crate::target::kv::LayerCache;
 use crate::target::ops::{AttentionDims, LatentDims, Ops, Write};
@@ -76,7 +77,7 @@ impl<O: Ops> Mla<O> {
     ) -> Result<(), TargetError> {
         self.queries(step)?;
         self.keys_values(step)?;
-        step.clock.lap(Stage::Projections);
+        step.ops.lap(Stage::Projections)?;
         let LatentDims { heads, nope, rope, v } = self.dims;
         let dims = AttentionDims {
             cu_seqlens: step.cu_seqlens,
@@ -89,7 +90,7 @@ impl<O: Ops> Mla<O> {
         };
         super::attend(step, cache, &dims)?;
         step.project(Input::Attended, &self.out)?;
-        step.clock.lap(Stage::Projections);
+        step.ops.lap(Stage::Projections)?;
         step.settle()
     }
 

@@ -7,6 +7,9 @@ mod mla;
 mod mlp;
 mod moe;
 mod step;
+mod work;
+
+use std::ops::Range;
 
 use shared::LayerIndex;
 
@@ -15,16 +18,20 @@ use self::load::Loader;
 use self::mla::Mla;
 use self::mlp::Mlp;
 use self::moe::Moe;
+pub(super) use self::step::StageClock;
+use self::step::Step;
 pub use self::step::{Stage, StageTimes};
-use self::step::{StageClock, Step, Work};
+use self::work::Work;
+pub(super) use self::work::rooms;
 use super::CacheId;
 use super::collective::Collective;
 use super::error::TargetError;
 use super::kv::{KvCache, KvCaches, LayerCache};
-use super::ops::{AttentionDims, Ops, RouterChoice, Write};
+use super::ops::{AttentionDims, Ops, Precision, Room, RouterChoice, Write};
 use super::plan::RankPlan;
+use super::source::Source;
 use super::spec::{AttentionSpec, QaNormEps, TargetSpec};
-use super::weights::Checkpoint;
+use crate::capture::LayerRows;
 
 /// One rank's share of a model.
 pub(super) struct Model<O: Ops> {
@@ -62,7 +69,7 @@ enum Block<O: Ops> {
 pub(super) struct Parts<'a, O: Ops> {
     pub(super) ops: O,
     pub(super) collective: Box<dyn Collective<O::Buffer>>,
-    pub(super) checkpoint: &'a Checkpoint,
+    pub(super) source: &'a Source,
     pub(super) spec: &'a TargetSpec,
     pub(super) plan: RankPlan,
     pub(super) qa_norm_eps: QaNormEps,
@@ -116,15 +123,19 @@ pub(super) struct CapturedLayer {
     pub(super) layer: LayerIndex,
     /// Shape the rank holds.
     pub(super) shape: [usize; 2],
-    /// The values, on rank 0.
-    pub(super) rows: Option<Vec<f32>>,
+    /// First row that this rank copied to the host.
+    pub(super) first: usize,
+    /// The rows it copied; none where another rank copies all.
+    pub(super) rows: LayerRows,
 }
 
 impl<O: Ops> Model<O> {
     /// Reads this rank's weights.
     pub(super) fn load(parts: Parts<'_, O>) -> Result<Self, TargetError> {
-        let Parts { mut ops, collective, checkpoint, spec, plan, qa_norm_eps } = parts;
-        let mut loader = Loader { ops: &mut ops, checkpoint, spec, plan: &plan, qa_norm_eps };
+        let Parts { mut ops, collective, source, spec, plan, qa_norm_eps } = parts;
+        // Buffers first: where memory is short, that is known before hours of loading.
+        let work = Work::new(&rooms(spec, &plan), |room| ops.buffer(room))?;
+        let mut loader = Loader { ops: &mut ops, source, spec, plan: &plan, qa_norm_eps };
         let table = [spec.vocab_size, spec.hidden_size];
         let embed = loader.rows("model.embed_tokens", table, plan.vocab.clone())?;
         let layers = (0..spec.num_layers)
@@ -135,7 +146,6 @@ impl<O: Ops> Model<O> {
             true => None,
             false => Some(loader.rows("lm_head", table, plan.vocab.clone())?),
         };
-        let work = Work::new(|| ops.buffer());
         Ok(Self {
             ops,
             collective,
@@ -172,16 +182,17 @@ impl<O: Ops> Model<O> {
         let mut cache = match request.cache {
             None => None,
             Some((id, keep)) => {
-                let make = || (0..self.spec.num_layers).map(|_| empty_layer(ops)).collect();
+                let layers = self.spec.num_layers;
+                let make = || (0..layers).map(|_| empty_layer(ops)).collect();
                 Some((id, self.caches.take(id, keep, make)?))
             }
         };
+        self.ops.start_clock()?;
         let angles = self.ops.rope_angles(&self.spec.rope, &positions)?;
         let mut step = Step {
             ops: &mut self.ops,
             collective: &mut *self.collective,
             work: &mut self.work,
-            clock: StageClock::start(),
             rows: request.ids.len(),
             hidden_size: self.spec.hidden_size,
             angles,
@@ -190,7 +201,8 @@ impl<O: Ops> Model<O> {
             has_partial: false,
         };
         let mut output = ForwardOutput::default();
-        let reader = Reader { wanted: &request.wanted, reads: self.plan.rank == 0 };
+        let reader = Reader::new::<O>(&request.wanted, &self.plan);
+        let mut pending = Vec::new();
         let first = self.plan.vocab.start;
         step.ops.embed(&mut step.work.x, &self.embed, &request.ids, first)?;
         if step.collective.world_size() > 1 {
@@ -199,20 +211,21 @@ impl<O: Ops> Model<O> {
         if reader.wanted.embeddings && reader.reads {
             output.embeddings = download(step.ops, &step.work.x)?;
         }
-        step.clock.lap(Stage::Rest);
+        step.ops.lap(Stage::Rest)?;
         for (index, layer) in self.layers.iter().enumerate().take(self.spec.depth(reader.wanted)) {
             let kv = cache.as_mut().and_then(|(_, cache)| cache.layers.get_mut(index));
             layer.forward(&mut step, kv, self.spec.rms_norm_eps, |ops, routing| {
                 reader.router(&mut output, ops, index, routing)
             })?;
-            reader.layer(&mut output, &mut step, index)?;
+            reader.layer(&mut pending, &mut step, index)?;
         }
         if reader.wanted.normed || reader.wanted.logits {
             let head = self.head.as_ref().unwrap_or(&self.embed);
             step.norm(&self.final_norm, self.spec.rms_norm_eps)?;
             reader.head(&mut output, &mut step, head)?;
         }
-        output.times = step.clock.times;
+        output.times = step.ops.times()?;
+        output.captured = reader.collect(pending, step.ops)?;
         if let Some((id, cache)) = cache {
             let KvCache { layers, .. } = cache;
             self.caches.put(id, KvCache { tokens: kept + request.ids.len(), layers });
@@ -295,8 +308,7 @@ fn attend<O: Ops>(
             step.ops.attention(attended, [q, keys, values], dims)?;
         }
     }
-    step.clock.lap(Stage::Attention);
-    Ok(())
+    step.ops.lap(Stage::Attention)
 }
 
 /// Copies what was asked for into the output.
@@ -304,26 +316,66 @@ struct Reader<'a> {
     wanted: &'a Wanted,
     /// This rank reads values that all ranks hold alike.
     reads: bool,
+    /// This rank and the number of ranks, where each captures its part of the rows.
+    share: Option<(usize, usize)>,
 }
 
-impl Reader<'_> {
+/// A layer's output on its way to the host.
+struct Pending<C> {
+    layer: LayerIndex,
+    shape: [usize; 2],
+    first: usize,
+    rows: Option<C>,
+}
+
+impl<'a> Reader<'a> {
+    fn new<O: Ops>(wanted: &'a Wanted, plan: &RankPlan) -> Self {
+        let share = O::SHARES_CAPTURE.then_some((plan.rank, plan.world_size));
+        Self { wanted, reads: plan.rank == 0, share }
+    }
+
+    /// Rows, of `rows`, that this rank captures.
+    fn own(&self, rows: usize) -> Range<usize> {
+        match self.share {
+            Some((rank, ranks)) => rank * rows / ranks..(rank + 1) * rows / ranks,
+            None if self.reads => 0..rows,
+            None => 0..0,
+        }
+    }
+
     fn layer<O: Ops>(
         &self,
-        output: &mut ForwardOutput,
+        pending: &mut Vec<Pending<O::Captured>>,
         step: &mut Step<'_, O>,
         index: usize,
     ) -> Result<(), TargetError> {
         for &layer in self.wanted.layers.iter().filter(|layer| usize::from(layer.0) == index) {
-            let len = step.ops.len(&step.work.x);
-            let shape = [len / step.hidden_size, step.hidden_size];
-            let rows = match self.reads {
-                true => Some(download(step.ops, &step.work.x)?),
-                false => None,
+            let width = step.hidden_size;
+            let shape = [step.ops.len(&step.work.x) / width, width];
+            let own = self.own(shape[0]);
+            let first = own.start;
+            let rows = match own.is_empty() {
+                true => None,
+                false => Some(step.ops.capture(&step.work.x, own, width)?),
             };
-            output.captured.push(CapturedLayer { layer, shape, rows });
+            pending.push(Pending { layer, shape, first, rows });
         }
-        step.clock.lap(Stage::Capture);
-        Ok(())
+        step.ops.lap(Stage::Capture)
+    }
+
+    fn collect<O: Ops>(
+        &self,
+        pending: Vec<Pending<O::Captured>>,
+        ops: &mut O,
+    ) -> Result<Vec<CapturedLayer>, TargetError> {
+        let collect = |Pending { layer, shape, first, rows }: Pending<O::Captured>| {
+            let rows = match rows {
+                Some(rows) => ops.collect(rows)?,
+                None => LayerRows::default(),
+            };
+            Ok(CapturedLayer { layer, shape, first, rows })
+        };
+        pending.into_iter().map(collect).collect()
     }
 
     fn router<O: Ops>(
@@ -345,7 +397,7 @@ impl Reader<'_> {
         step: &mut Step<'_, O>,
         head: &O::Linear,
     ) -> Result<(), TargetError> {
-        let Work { normed, logits, .. } = &mut *step.work;
+        let Work { normed, head_logits: logits, .. } = &mut *step.work;
         if self.wanted.normed && self.reads {
             output.normed = download(step.ops, normed)?;
         }
@@ -353,8 +405,7 @@ impl Reader<'_> {
             step.ops.matmul(logits, normed, head, Write::Set)?;
             output.logits = download(step.ops, logits)?;
         }
-        step.clock.lap(Stage::Rest);
-        Ok(())
+        step.ops.lap(Stage::Rest)
     }
 }
 
@@ -363,8 +414,10 @@ fn download<O: Ops>(ops: &mut O, buffer: &O::Buffer) -> Result<Vec<f32>, TargetE
     ops.download(buffer, 0..len)
 }
 
-fn empty_layer<O: Ops>(ops: &mut O) -> LayerCache<O::Buffer> {
-    LayerCache { keys: ops.buffer(), values: ops.buffer(), kept: 0 }
+fn empty_layer<O: Ops>(ops: &mut O) -> Result<LayerCache<O::Buffer>, TargetError> {
+    let room = |name| Room { name, width: 0, precision: Precision::Compute };
+    let (keys, values) = (ops.buffer(room("cached keys"))?, ops.buffer(room("cached values"))?);
+    Ok(LayerCache { keys, values, kept: 0 })
 }
 
 /// Position of every row in its sequence; the first has `kept` tokens before it.

@@ -3,54 +3,10 @@
 
 use std::time::{Duration, Instant};
 
+use super::work::Work;
 use crate::target::collective::Collective;
 use crate::target::error::TargetError;
-use crate::target::ops::{HeldExperts, Ops, Write};
-
-/// Buffers that live as long as the model, so that layers allocate nothing.
-#[derive(Debug)]
-pub(super) struct Work<B> {
-    /// Residual stream, [rows, hidden].
-    pub(super) x: B,
-    /// This rank's part of a sum across ranks.
-    partial: B,
-    /// Normed input of a block, [rows, hidden].
-    pub(super) normed: B,
-    pub(super) q: B,
-    pub(super) q_latent: B,
-    pub(super) latent: B,
-    pub(super) kv: B,
-    pub(super) k_pe: B,
-    pub(super) k: B,
-    pub(super) v: B,
-    pub(super) spare: B,
-    pub(super) attended: B,
-    pub(super) gate: B,
-    pub(super) up: B,
-    pub(super) logits: B,
-}
-
-impl<B> Work<B> {
-    pub(super) fn new(mut buffer: impl FnMut() -> B) -> Self {
-        Self {
-            x: buffer(),
-            partial: buffer(),
-            normed: buffer(),
-            q: buffer(),
-            q_latent: buffer(),
-            latent: buffer(),
-            kv: buffer(),
-            k_pe: buffer(),
-            k: buffer(),
-            v: buffer(),
-            spare: buffer(),
-            attended: buffer(),
-            gate: buffer(),
-            up: buffer(),
-            logits: buffer(),
-        }
-    }
-}
+use crate::target::ops::{Ops, Write};
 
 /// Parts of a forward that are timed apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -97,6 +53,11 @@ impl StageTimes {
         self.0[stage as usize]
     }
 
+    /// Adds time to one stage.
+    pub(in crate::target) fn charge(&mut self, stage: Stage, time: Duration) {
+        self.0[stage as usize] += time;
+    }
+
     /// Adds the times of another forward.
     pub fn add(&mut self, other: &Self) {
         for (sum, time) in self.0.iter_mut().zip(other.0) {
@@ -107,19 +68,19 @@ impl StageTimes {
 
 /// Charges the time since the last lap to a stage.
 #[derive(Debug)]
-pub(super) struct StageClock {
+pub(in crate::target) struct StageClock {
     last: Instant,
-    pub(super) times: StageTimes,
+    pub(in crate::target) times: StageTimes,
 }
 
 impl StageClock {
-    pub(super) fn start() -> Self {
+    pub(in crate::target) fn start() -> Self {
         Self { last: Instant::now(), times: StageTimes::default() }
     }
 
-    pub(super) fn lap(&mut self, stage: Stage) {
+    pub(in crate::target) fn lap(&mut self, stage: Stage) {
         let now = Instant::now();
-        self.times.0[stage as usize] += now - self.last;
+        self.times.charge(stage, now - self.last);
         self.last = now;
     }
 }
@@ -129,7 +90,6 @@ pub(super) struct Step<'a, O: Ops> {
     pub(super) ops: &'a mut O,
     pub(super) collective: &'a mut dyn Collective<O::Buffer>,
     pub(super) work: &'a mut Work<O::Buffer>,
-    pub(super) clock: StageClock,
     pub(super) rows: usize,
     pub(super) hidden_size: usize,
     pub(super) angles: O::Rope,
@@ -169,7 +129,7 @@ impl<O: Ops> Step<'_, O> {
     pub(super) fn add_experts(
         &mut self,
         routing: &O::Routing,
-        held: &HeldExperts<O::Linear>,
+        held: &O::Experts,
     ) -> Result<(), TargetError> {
         let Work { x, partial, normed, .. } = &mut *self.work;
         if self.collective.world_size() == 1 {
@@ -189,14 +149,12 @@ impl<O: Ops> Step<'_, O> {
         }
         self.collective.all_reduce(&mut self.work.partial)?;
         self.ops.add(&mut self.work.x, &self.work.partial)?;
-        self.clock.lap(Stage::Collective);
-        Ok(())
+        self.ops.lap(Stage::Collective)
     }
 
     /// Norms the residual stream into `work.normed`.
     pub(super) fn norm(&mut self, weight: &O::Buffer, eps: f32) -> Result<(), TargetError> {
         self.ops.rms_norm(&mut self.work.normed, &self.work.x, weight, eps)?;
-        self.clock.lap(Stage::Norms);
-        Ok(())
+        self.ops.lap(Stage::Norms)
     }
 }
