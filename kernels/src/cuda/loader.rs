@@ -121,7 +121,6 @@ fn compile_program(
     let options = [
         format!("--gpu-architecture={}", arch.name()),
         "--std=c++17".to_owned(),
-        "--default-device".to_owned(),
     ];
     // SAFETY: the program is live throughout, and both sizes are those NVRTC asks for.
     unsafe {
