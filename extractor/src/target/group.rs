@@ -10,6 +10,7 @@ use shared::LayerIndex;
 
 use super::collective::{Collective, Solo, Threads};
 use super::cpu::CpuOps;
+use super::cuda;
 use super::error::TargetError;
 use super::model::{ForwardOutput, ForwardRequest, Model, Parts, StageTimes, Wanted};
 use super::ops::RouterChoice;
@@ -52,14 +53,14 @@ pub struct Probe {
 impl RankGroup {
     /// Reads the model and starts its ranks. See [`super::open`].
     pub fn open(options: &EngineOptions) -> Result<Self, TargetError> {
-        if options.device == Device::Cuda {
-            let reason = "this build runs targets on the CPU only; use --device cpu".to_owned();
-            return Err(TargetError::Device { device: "cuda", reason });
-        }
+        options.check()?;
         let spec = TargetSpec::read(&options.dir)?;
         let plans = options.plans(&spec)?;
         let source = Source::Checkpoint(Checkpoint::open(&options.dir)?);
-        let ranks = start_cpu(options, &spec, &plans, source)?;
+        let ranks = match options.device {
+            Device::Cpu => start_cpu(options, &spec, &plans, source)?,
+            Device::Cuda => cuda::start(options, &spec, &plans, source)?,
+        };
         Ok(Self { spec, plans, ranks, caches: HashMap::new() })
     }
 
@@ -284,17 +285,7 @@ impl RankWorker for CpuRank {
             Some(pool) => pool.install(|| model.forward(request)),
             None => model.forward(request),
         }?;
-        for captured in &output.captured {
-            tracing::debug!(
-                target: "aerie::shapes",
-                rank = self.rank,
-                batch,
-                stage = "captured",
-                layer = captured.layer.0,
-                shape = ?captured.shape,
-                dtype = captured.rows.dtype(),
-            );
-        }
+        output.trace_shapes(self.rank, batch);
         Ok(output)
     }
 

@@ -3,6 +3,7 @@
 mod collective;
 mod config;
 mod cpu;
+mod cuda;
 mod error;
 mod experts;
 mod group;

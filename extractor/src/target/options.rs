@@ -105,6 +105,18 @@ impl EngineOptions {
         }
     }
 
+    /// Refuses what no device can do.
+    pub(super) fn check(&self) -> Result<(), TargetError> {
+        if (self.device, self.compute) == (Device::Cpu, Compute::Bf16) {
+            return Err(TargetError::Option {
+                option: "--compute",
+                value: self.compute.to_string(),
+                expected: "the CPU computes in f32",
+            });
+        }
+        Ok(())
+    }
+
     /// Shares of all ranks.
     pub(super) fn plans(&self, spec: &TargetSpec) -> Result<Vec<RankPlan>, TargetError> {
         if !(1..=64).contains(&self.tp) {

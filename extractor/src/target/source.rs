@@ -67,11 +67,13 @@ impl Source {
         name: &str,
         dims: [usize; 2],
         slice: &Slice,
-    ) -> PackedFormat {
+    ) -> Option<PackedFormat> {
         match self {
             Self::Checkpoint(checkpoint) => checkpoint.packed_format(name, dims, slice),
-            Self::Random if name.contains(".experts.") => PackedFormat::Int4 { group: GROUP },
-            Self::Random => PackedFormat::Bf16,
+            Self::Random if name.contains(".experts.") => {
+                Some(PackedFormat::Int4 { group: GROUP })
+            }
+            Self::Random => None,
         }
     }
 
@@ -105,6 +107,11 @@ fn random_packed<'a>(
             let words = (0..PERIOD / 8).flat_map(|_| random.next().to_le_bytes());
             let scale = bf16::from_f32(amplitude / INT4_DEVIATION).to_le_bytes();
             (repeat(&words.collect::<Vec<_>>(), codes), repeat(&scale.repeat(1024), scales))
+        }
+        PackedFormat::F32 => {
+            let value = |_| (random.value() * amplitude).to_le_bytes();
+            let values: Vec<u8> = (0..PERIOD / 4).flat_map(value).collect();
+            (repeat(&values, codes), Vec::new())
         }
         _ => {
             let value = |_| bf16::from_f32(random.value() * amplitude).to_le_bytes();

@@ -117,6 +117,23 @@ pub(super) struct ForwardOutput {
     pub(super) times: StageTimes,
 }
 
+impl ForwardOutput {
+    /// Logs what this rank captured.
+    pub(super) fn trace_shapes(&self, rank: usize, batch: u64) {
+        for captured in &self.captured {
+            tracing::debug!(
+                target: "aerie::shapes",
+                rank,
+                batch,
+                stage = "captured",
+                layer = captured.layer.0,
+                shape = ?captured.shape,
+                dtype = captured.rows.dtype(),
+            );
+        }
+    }
+}
+
 /// The output of one layer on one rank.
 #[derive(Clone, Debug)]
 pub(super) struct CapturedLayer {
@@ -163,6 +180,11 @@ impl<O: Ops> Model<O> {
     /// The rank's end of the collective.
     pub(super) fn collective(&mut self) -> &mut dyn Collective<O::Buffer> {
         &mut *self.collective
+    }
+
+    /// The device functions.
+    pub(super) fn ops(&mut self) -> &mut O {
+        &mut self.ops
     }
 
     /// Forgets a cache.

@@ -16,6 +16,8 @@ use super::{Checkpoint, Slice, WeightsError};
 pub enum PackedFormat {
     /// bf16 values.
     Bf16,
+    /// f32 values.
+    F32,
     /// Eight 4-bit integers a word, and a bf16 scale for `group` neighbouring inputs.
     Int4 {
         /// Inputs that share a scale.
@@ -32,6 +34,7 @@ impl PackedFormat {
     pub fn code_bytes(self, [out, input]: [usize; 2]) -> usize {
         match self {
             Self::Bf16 => out * input * 2,
+            Self::F32 => out * input * 4,
             Self::Int4 { .. } => out * input.div_ceil(8) * 4,
             Self::Fp8 => out * input,
             Self::Nvfp4 => out * input.div_ceil(2),
@@ -41,7 +44,7 @@ impl PackedFormat {
     /// Bytes of the scales of a matrix [out, in]; the factor of NVFP4 is not among them.
     pub fn scale_bytes(self, [out, input]: [usize; 2]) -> usize {
         match self {
-            Self::Bf16 => 0,
+            Self::Bf16 | Self::F32 => 0,
             Self::Int4 { group } => out * input.div_ceil(group) * 2,
             Self::Fp8 => out.div_ceil(FP8_BLOCK) * input.div_ceil(FP8_BLOCK) * 4,
             Self::Nvfp4 => out * input.div_ceil(NVFP4_BLOCK),
@@ -55,7 +58,7 @@ impl PackedFormat {
                 && (range.end.is_multiple_of(step) || range.end == size)
         };
         match self {
-            Self::Bf16 => true,
+            Self::Bf16 | Self::F32 => true,
             Self::Int4 { group } => on(&slice.cols, input, group.max(8)) && group.is_multiple_of(8),
             Self::Fp8 => on(&slice.rows, out, FP8_BLOCK) && on(&slice.cols, input, FP8_BLOCK),
             Self::Nvfp4 => on(&slice.cols, input, NVFP4_BLOCK),
@@ -77,8 +80,14 @@ pub struct PackedWeight<'a> {
 }
 
 impl Checkpoint {
-    /// How a device may hold `slice` of the linear layer `name` whose whole is `shape`.
-    pub fn packed_format(&self, name: &str, shape: [usize; 2], slice: &Slice) -> PackedFormat {
+    /// The quantised format in which a device may hold `slice` of the linear layer `name` whose
+    /// whole is `shape`; `None` where it is stored as plain values, or cannot be cut so.
+    pub fn packed_format(
+        &self,
+        name: &str,
+        shape: [usize; 2],
+        slice: &Slice,
+    ) -> Option<PackedFormat> {
         let stored = Stored { checkpoint: self, name, shape };
         let format = match self.format(name) {
             Some(WeightFormat::Int4PackQuantized) => {
@@ -86,12 +95,12 @@ impl Checkpoint {
             }
             Some(WeightFormat::Fp8Block) => PackedFormat::Fp8,
             Some(WeightFormat::Nvfp4 | WeightFormat::Nvfp4PackQuantized) => PackedFormat::Nvfp4,
-            _ => PackedFormat::Bf16,
+            _ => return None,
         };
-        if format.can_cut(shape, slice) { format } else { PackedFormat::Bf16 }
+        format.can_cut(shape, slice).then_some(format)
     }
 
-    /// `slice` of the linear layer `name` in `format`, which is [`PackedFormat::Bf16`] or what
+    /// `slice` of the linear layer `name` in `format`: plain values, or what
     /// [`Checkpoint::packed_format`] said.
     pub fn packed<'a>(
         &'a self,
@@ -103,6 +112,10 @@ impl Checkpoint {
         let stored = Stored { checkpoint: self, name, shape };
         match format {
             PackedFormat::Bf16 => self.bf16(&stored, slice),
+            PackedFormat::F32 => {
+                let values = self.linear(name, shape, slice)?;
+                Ok(plain(format, Cow::Owned(bytemuck::cast_slice(&values).to_vec())))
+            }
             PackedFormat::Int4 { group } => stored.packed_int4(slice, group),
             PackedFormat::Fp8 => stored.packed_fp8(slice),
             PackedFormat::Nvfp4 => stored.packed_nvfp4(slice),
@@ -124,8 +137,12 @@ impl Checkpoint {
             let bytes = values.iter().flat_map(|&value| bf16::from_f32(value).to_le_bytes());
             Cow::Owned(bytes.collect())
         };
-        Ok(PackedWeight { format: PackedFormat::Bf16, codes, scales: Cow::default(), factor: 1.0 })
+        Ok(plain(PackedFormat::Bf16, codes))
     }
+}
+
+fn plain(format: PackedFormat, codes: Cow<'_, [u8]>) -> PackedWeight<'_> {
+    PackedWeight { format, codes, scales: Cow::default(), factor: 1.0 }
 }
 
 impl<'a> Stored<'a> {
