@@ -51,6 +51,14 @@ impl LayerRows {
         self.len() == 0
     }
 
+    /// Bytes of the values.
+    pub fn bytes(&self) -> usize {
+        match self {
+            Self::F32(values) => size_of_val(values.as_slice()),
+            Self::Bf16(values) => size_of_val(values.as_slice()),
+        }
+    }
+
     /// Name of the number format.
     pub fn dtype(&self) -> &'static str {
         match self {

@@ -31,6 +31,8 @@ pub struct RankGroup {
     ranks: Ranks,
     /// Tokens in every cache.
     caches: HashMap<CacheId, usize>,
+    /// All ranks of the group are here.
+    whole: bool,
 }
 
 /// Everything that a forward can return; what was not wanted is empty.
@@ -61,7 +63,34 @@ impl RankGroup {
             Device::Cpu => start_cpu(options, &spec, &plans, source)?,
             Device::Cuda => cuda::start(options, &spec, &plans, source)?,
         };
-        Ok(Self { spec, plans, ranks, caches: HashMap::new() })
+        Ok(Self { spec, plans, ranks, caches: HashMap::new(), whole: true })
+    }
+
+    /// Starts `gpus` ranks on GPUs with random weights in the dimensions of `spec`, for benches.
+    /// They hold the shares of the ranks from `first` on of a group of `options.tp`; sums go across
+    /// those that there are, and a capture has their part of the rows.
+    pub fn open_shape(
+        options: &EngineOptions,
+        spec: TargetSpec,
+        [first, gpus]: [usize; 2],
+    ) -> Result<Self, TargetError> {
+        options.check()?;
+        let mut plans = options.plans(&spec)?;
+        if gpus == 0 || first + gpus > plans.len() {
+            return Err(TargetError::Option {
+                option: "--as-rank and --gpus",
+                value: format!("{first} and {gpus}"),
+                expected: "ranks of the group that --of names",
+            });
+        }
+        let plans = plans.drain(first..first + gpus).collect::<Vec<_>>();
+        let ranks = cuda::start_shape(options, &spec, &plans)?;
+        Ok(Self { spec, plans, ranks, caches: HashMap::new(), whole: false })
+    }
+
+    /// Shares of the ranks.
+    pub fn plans(&self) -> &[RankPlan] {
+        &self.plans
     }
 
     /// Runs a batch and returns whatever is wanted, for checks and benches.
@@ -149,16 +178,16 @@ impl RankGroup {
                     found,
                     expected: format!("rows of layer {layer} from {}", rows.len() / hidden_size),
                 };
-                if rows.is_empty() && first == 0 {
+                if rows.is_empty() && (first == 0 || !self.whole) {
                     rows = part;
-                } else if first * hidden_size != rows.len() {
+                } else if self.whole && first * hidden_size != rows.len() {
                     return Err(unexpected(format!("rows from {first}")));
                 } else if let Err(part) = rows.append(part) {
                     let found = format!("{} values", part.dtype());
                     return Err(TargetError::Reply { rank, found, expected: rows.dtype().into() });
                 }
             }
-            if rows.len() != tokens * hidden_size {
+            if self.whole && rows.len() != tokens * hidden_size {
                 return Err(TargetError::Reply {
                     rank: 0,
                     found: format!("{} values of layer {layer}", rows.len()),

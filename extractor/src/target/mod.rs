@@ -24,7 +24,7 @@ pub use self::group::{Probe, RankGroup};
 pub use self::model::{Stage, StageTimes, Wanted};
 pub use self::ops::RouterChoice;
 pub use self::options::{Compute, Device, EngineOptions};
-pub use self::plan::{ExpertPlan, RankPlan};
+pub use self::plan::{ExpertPlan, LayerFlops, RankPlan};
 pub use self::spec::{
     AttentionSpec, GqaSpec, MlaSpec, MoeSpec, QaNormEps, RopeScaling, RopeSpec, TargetSpec,
     YarnSpec,
@@ -35,6 +35,11 @@ use crate::capture::Capture;
 /// Opens the model of a checkpoint directory and starts its ranks.
 pub fn open(options: &EngineOptions) -> Result<Box<dyn TargetModel>, TargetError> {
     Ok(Box::new(RankGroup::open(options)?))
+}
+
+/// TFLOP/s of the largest bf16 products of the first GPU, measured now: what nothing exceeds.
+pub fn gemm_ceiling() -> Result<f64, TargetError> {
+    cuda::ceiling()
 }
 
 /// Identifies a KV cache that a target holds between calls of [`TargetModel::extend`].

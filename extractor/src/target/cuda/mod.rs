@@ -7,6 +7,7 @@ mod clock;
 mod device;
 mod experts;
 mod gemm;
+mod inputs;
 mod memory;
 mod nccl;
 mod rank;
@@ -15,12 +16,10 @@ mod weights;
 
 use std::ops::Range;
 
-use kernels::cuda::cudarc::driver::sys::CUevent_flags;
 use kernels::cuda::{
     Attention, CudaError, DeviceBuffer, DeviceHeads, DeviceMatrix, DeviceVector, Dtype,
     LatentHeads, Product, RopeView, copy_on_device, download, upload,
 };
-use kernels::rope::RopeTable;
 
 use self::buffer::{CudaBuffer, CudaLinear};
 use self::capture::{CaptureLane, CudaCaptured};
@@ -28,8 +27,9 @@ use self::clock::EventClock;
 use self::device::Device;
 use self::experts::{CudaExperts, ExpertWork};
 use self::gemm::padded_rows;
+use self::inputs::Inputs;
 use self::memory::{Load, MemoryPlan, precision, room_values};
-pub(super) use self::rank::{start, start_shape};
+pub(super) use self::rank::{ceiling, start, start_shape};
 use self::routing::{Routing, RoutingMemory};
 use self::weights::{Loader, Progress};
 use super::error::TargetError;
@@ -53,20 +53,6 @@ pub(super) struct CudaOps {
     capture: CaptureLane,
     clock: EventClock,
     progress: Progress,
-}
-
-/// What a batch brings with it, and the angles of all positions.
-struct Inputs {
-    ids: DeviceBuffer,
-    positions: DeviceBuffer,
-    cos: DeviceBuffer,
-    sin: DeviceBuffer,
-    cu_q: DeviceBuffer,
-    cu_k: DeviceBuffer,
-    cos_table: DeviceBuffer,
-    sin_table: DeviceBuffer,
-    /// Positions in the tables.
-    limit: usize,
 }
 
 /// Angles of the rows of one forward; they lie in [`Inputs`].
@@ -141,40 +127,6 @@ impl CudaOps {
         });
         let (out, x) = views.unwrap_or((out.rows(weight.out), x.rows(weight.input)));
         self.device.blas.matmul(&out, &x, &weight.matrix(), product)
-    }
-}
-
-impl Inputs {
-    fn new(device: &Device, load: &Load<'_>) -> Result<Self, CudaError> {
-        let spec = &load.spec.rope;
-        let limit = load.spec.max_position_embeddings;
-        let mut sizes = memory::inputs(load.spec, load.tokens).into_iter();
-        let mut take = || DeviceBuffer::new(&device.context, sizes.next().unwrap_or(0));
-        let inputs = Self {
-            ids: take()?,
-            positions: take()?,
-            cos: take()?,
-            sin: take()?,
-            cu_q: take()?,
-            cu_k: take()?,
-            cos_table: take()?,
-            sin_table: take()?,
-            limit,
-        };
-        let table = RopeTable::new(spec.dim, spec.theta, spec.yarn().as_ref());
-        let frequencies: Vec<f32> = table.inv_freq().iter().map(|&f| f as f32).collect();
-        let (mut cos, mut sin) = (Vec::new(), Vec::new());
-        for position in 0..limit {
-            for frequency in &frequencies {
-                // The angle is rounded to f32, as everywhere.
-                let (s, c) = f64::from(position as f32 * frequency).sin_cos();
-                cos.push(c as f32);
-                sin.push(s as f32);
-            }
-        }
-        upload(&device.compute, inputs.cos_table.address(), &cos)?;
-        upload(&device.compute, inputs.sin_table.address(), &sin)?;
-        Ok(inputs)
     }
 }
 
@@ -506,21 +458,8 @@ impl CudaOps {
         let AttentionDims { cu_seqlens, cached, heads, kv_heads, qk_dim, v_dim, scale } = *dims;
         let queries = cu_seqlens.last().copied().unwrap_or(0);
         out.set_len(queries * heads * v_dim)?;
-        let cu_q: Vec<u32> = cu_seqlens.iter().map(|&start| start as u32).collect();
-        let mut before = 0;
-        let cu_k: Vec<u32> = (0..cu_q.len())
-            .map(|index| {
-                let start = cu_q[index] + before;
-                before += cached.get(index).map_or(0, |&keys| keys as u32);
-                start
-            })
-            .collect();
         let Self { device, inputs, .. } = self;
-        if cu_q.len() * 4 > inputs.cu_q.bytes() {
-            return Err(CudaError::Shape(format!("{} sequences in a batch", cu_q.len())));
-        }
-        upload(&device.compute, inputs.cu_q.address(), &cu_q)?;
-        upload(&device.compute, inputs.cu_k.address(), &cu_k)?;
+        let [cu_q, cu_k] = inputs.send_starts(device, cu_seqlens, cached)?;
         let view = |buffer: &CudaBuffer, heads: usize, width: usize| {
             DeviceHeads::of(buffer.rows(heads * width), width, 0)
         };
@@ -532,8 +471,8 @@ impl CudaOps {
             k_shared: None,
             v: view(v, kv_heads, v_dim),
             lse: None,
-            cu_q: inputs.cu_q.vector(cu_q.len()),
-            cu_k: inputs.cu_k.vector(cu_k.len()),
+            cu_q,
+            cu_k,
             longest,
             heads,
             kv_heads,

@@ -1,9 +1,9 @@
 //! One rank on one GPU, and the start of a group of them. Knows nothing of requests.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use kernels::cuda::{CudaError, Dtype, device_count};
+use kernels::cuda::{Dtype, device_count};
 
 use super::CudaOps;
 use super::device::Device;
@@ -77,15 +77,14 @@ pub(in crate::target) fn start(
     start_ranks(options, (spec, plans, source), group, end)
 }
 
-/// Starts one rank alone that holds its share of a larger group, for benches: sums across ranks
-/// are left out.
+/// Starts ranks with random weights, each with its share of a group that may be larger. Sums go
+/// across the ranks that there are.
 pub(in crate::target) fn start_shape(
     options: &EngineOptions,
     spec: &TargetSpec,
-    plan: &RankPlan,
+    plans: &[RankPlan],
 ) -> Result<Ranks, TargetError> {
-    require_gpus(1)?;
-    start_ranks(options, (spec, &[plan.clone()], Source::Random), None, Arc::new(|_| {}))
+    start(options, spec, plans, Source::Random)
 }
 
 fn start_ranks(
@@ -129,11 +128,13 @@ impl CudaOps {
         tracing::info!(rank = self.device.rank, "{used} of the GPU are in use");
         Ok(())
     }
+}
 
-    /// TFLOP/s that no bf16 product of this GPU exceeds, measured now.
-    pub(in crate::target) fn ceiling(&mut self) -> Result<f64, TargetError> {
-        let Device { blas, compute, .. } = &mut self.device;
-        let measured: Result<f64, CudaError> = super::gemm::ceiling(blas, compute);
-        self.device.doing("measure the ceiling of products", measured)
-    }
+/// TFLOP/s that no bf16 product of the first GPU exceeds, measured now.
+pub(in crate::target) fn ceiling() -> Result<f64, TargetError> {
+    require_gpus(1)?;
+    let mut device = Device::open(0, Dtype::Bf16, Duration::from_secs(60))?;
+    let Device { blas, compute, .. } = &mut device;
+    let measured = super::gemm::ceiling(blas, compute);
+    device.doing("measure the ceiling of products", measured)
 }
