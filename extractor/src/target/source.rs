@@ -70,9 +70,7 @@ impl Source {
     ) -> Option<PackedFormat> {
         match self {
             Self::Checkpoint(checkpoint) => checkpoint.packed_format(name, dims, slice),
-            Self::Random if name.contains(".experts.") => {
-                Some(PackedFormat::Int4 { group: GROUP })
-            }
+            Self::Random if name.contains(".experts.") => Some(PackedFormat::Int4 { group: GROUP }),
             Self::Random => None,
         }
     }

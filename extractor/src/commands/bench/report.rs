@@ -50,7 +50,11 @@ impl Measured {
             plan.experts.len()
         )?;
         writeln!(out, "batch      {} tokens in sequences of {}", self.tokens, args.seq_len)?;
-        writeln!(out, "ceiling    {:10.2}  TFLOP/s of products, measured in this run", self.ceiling)?;
+        writeln!(
+            out,
+            "ceiling    {:10.2}  TFLOP/s of products, measured in this run",
+            self.ceiling
+        )?;
         writeln!(
             out,
             "time       {:10.3}  ms a batch (median of {}, best {:.3})",

@@ -44,8 +44,8 @@ impl Device {
         let prepare = stream().map_err(open("open the GPU"))?;
         let copy = stream().map_err(open("open the GPU"))?;
         let cache = kernel_cache();
-        let kernels = CudaKernels::load(&context, cache.as_deref())
-            .map_err(open("compile the kernels"))?;
+        let kernels =
+            CudaKernels::load(&context, cache.as_deref()).map_err(open("compile the kernels"))?;
         let blas = Blas::new(&compute, WORKSPACE_BYTES).map_err(open("open cuBLASLt"))?;
         // Loading has no deadline.
         let deadline = Instant::now() + Duration::from_secs(365 * 24 * 3600);

@@ -205,11 +205,89 @@ fn expert_weights(load: &Load<'_>, moe: &MoeSpec) -> u64 {
         let prefix = format!("model.layers.{layer}.mlp.experts");
         let [gate_up, down] = expert_formats(source, &prefix, &share, dtype);
         let (columns, hidden) = (share.columns.len(), share.hidden);
-        let matrix = |format: PackedFormat, dims| {
-            format.code_bytes(dims) + format.scale_bytes(dims)
-        };
+        let matrix =
+            |format: PackedFormat, dims| format.code_bytes(dims) + format.scale_bytes(dims);
         let expert = 2 * matrix(gate_up, [columns, hidden]) + matrix(down, [hidden, columns]);
         share.experts.len() * expert
     });
     bytes.sum::<usize>() as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::{Path, PathBuf};
+
+    use safetensors::SafeTensors;
+
+    use super::*;
+    use crate::target::options::EngineOptions;
+    use crate::target::weights::Checkpoint;
+
+    fn repository(path: &str) -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(path)
+    }
+
+    fn plans(model: &str, tp: usize, tokens: usize) -> (u64, Vec<MemoryPlan>) {
+        let dir = repository(model);
+        let spec = TargetSpec::read(&dir).unwrap();
+        let source = Source::Checkpoint(Checkpoint::open(&dir).unwrap());
+        let options = EngineOptions { tp, ..EngineOptions::new(&dir) };
+        let plans = options.plans(&spec).unwrap();
+        let plan = |plan| {
+            let dtype = Dtype::Bf16;
+            MemoryPlan::new(&Load { spec: &spec, plan, source: &source, dtype, tokens })
+        };
+        (stored(&dir), plans.iter().map(plan).collect())
+    }
+
+    /// Bytes of the weights as files have them, but that vectors are held in f32, everything
+    /// else that is not packed in bf16, and shapes not at all.
+    fn stored(dir: &Path) -> u64 {
+        let mut sum = 0;
+        for entry in std::fs::read_dir(dir).unwrap() {
+            let path = entry.unwrap().path();
+            if path.extension().is_none_or(|extension| extension != "safetensors") {
+                continue;
+            }
+            let bytes = std::fs::read(path).unwrap();
+            for (name, tensor) in SafeTensors::deserialize(&bytes).unwrap().tensors() {
+                let elements: usize = tensor.shape().iter().product();
+                sum += match tensor.shape().len() {
+                    _ if name.ends_with("weight_shape") => 0,
+                    1 => 4 * elements,
+                    _ if name.ends_with(".weight") => 2 * elements,
+                    _ => tensor.data().len(),
+                };
+            }
+        }
+        sum as u64
+    }
+
+    /// Checked against the files themselves, which know nothing of the plan's formulas.
+    #[test]
+    fn weights_of_one_rank_are_those_of_the_files() {
+        for model in ["models/nano-kimi", "tests/fixtures/tiny-odd", "tests/fixtures/stories260k"] {
+            let (stored, plans) = plans(model, 1, 64);
+            assert_eq!(plans[0].weights(), stored, "{model}: {}", plans[0]);
+        }
+    }
+
+    #[test]
+    fn more_ranks_need_less_each_and_more_tokens_need_more() {
+        let (stored, two) = plans("models/nano-kimi", 2, 64);
+        assert!(two.iter().all(|plan| plan.weights() < stored));
+        assert!(two.iter().map(MemoryPlan::weights).sum::<u64>() >= stored);
+        let (_, larger) = plans("models/nano-kimi", 2, 128);
+        assert_eq!(larger[0].weights(), two[0].weights());
+        assert!(larger[0].total() > two[0].total());
+    }
+
+    #[test]
+    fn the_plan_names_every_use_in_gib() {
+        let (_, plans) = plans("models/nano-kimi", 1, 64);
+        let text = plans[0].to_string();
+        for part in ["batches of 64 tokens", "experts", "residual stream", "captured", "GiB"] {
+            assert!(text.contains(part), "{text}");
+        }
+    }
 }

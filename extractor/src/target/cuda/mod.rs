@@ -160,7 +160,9 @@ impl Ops for CudaOps {
         self.device.settle(DOING)?;
         let (address, stream) = (buffer.address(), &self.device.compute);
         let values = match buffer.dtype() {
-            Dtype::F32 => download(stream, DeviceVector::<f32>::new(address, buffer.len()).range(range)),
+            Dtype::F32 => {
+                download(stream, DeviceVector::<f32>::new(address, buffer.len()).range(range))
+            }
             Dtype::Bf16 => {
                 let vector = DeviceVector::<half::bf16>::new(address, buffer.len()).range(range);
                 download(stream, vector)
@@ -301,9 +303,9 @@ impl Ops for CudaOps {
         rows: usize,
     ) -> Result<(), TargetError> {
         let (device, width) = (&self.device, row.len());
-        let result = out.set_len(rows * width).and_then(|()| {
-            device.launch().repeat_row(&out.rows(width), &row.rows(width))
-        });
+        let result = out
+            .set_len(rows * width)
+            .and_then(|()| device.launch().repeat_row(&out.rows(width), &row.rows(width)));
         device.doing("repeat a bias", result)
     }
 
@@ -419,9 +421,7 @@ impl Ops for CudaOps {
         let launch = device.launch();
         let result = launch
             .route(&logits, bias.floats(), &kernel_rule, &routing.views)
-            .and_then(|()| {
-                launch.permute(routing.views.indices, rule.top_k, &routing.permutation)
-            })
+            .and_then(|()| launch.permute(routing.views.indices, rule.top_k, &routing.permutation))
             .and_then(|()| work.start_counts(device, routing.permutation.counts));
         device.doing("choose experts", result)?;
         Ok(routing)

@@ -162,11 +162,11 @@ fn refused(rank: usize, operation: &'static str, NcclError(code): &NcclError) ->
         ncclResult_t::ncclSystemError => {
             "the system refused; often /dev/shm is too small, or peer access is off"
         }
-        ncclResult_t::ncclInternalError => "NCCL found a fault in itself; NCCL_DEBUG=INFO says more",
-        ncclResult_t::ncclInvalidArgument => "an argument is wrong; this is a bug in the engine",
-        ncclResult_t::ncclInvalidUsage => {
-            "NCCL is used wrongly; often two ranks name the same GPU"
+        ncclResult_t::ncclInternalError => {
+            "NCCL found a fault in itself; NCCL_DEBUG=INFO says more"
         }
+        ncclResult_t::ncclInvalidArgument => "an argument is wrong; this is a bug in the engine",
+        ncclResult_t::ncclInvalidUsage => "NCCL is used wrongly; often two ranks name the same GPU",
         ncclResult_t::ncclRemoteError => "another rank has gone",
         ncclResult_t::ncclTimeout => "another rank did not answer in time",
         _ => "see NCCL's documentation of ncclResult_t",

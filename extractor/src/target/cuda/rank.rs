@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kernels::cuda::{Dtype, device_count};
+use kernels::cuda::cudarc::driver::result::DriverError;
+use kernels::cuda::cudarc::driver::sys::CUresult;
+use kernels::cuda::{CudaError, Dtype, device_count};
 
 use super::CudaOps;
 use super::device::Device;
@@ -46,8 +48,11 @@ impl RankWorker for CudaRank {
 
 /// Number of GPUs that this process sees, of which `needed` are asked for.
 fn require_gpus(needed: usize) -> Result<(), TargetError> {
-    let open = |source| TargetError::Cuda { rank: 0, doing: "look for GPUs", source };
-    let found = device_count().map_err(open)?;
+    let found = match device_count() {
+        Ok(found) => found,
+        Err(CudaError::Driver { source: DriverError(CUresult::CUDA_ERROR_NO_DEVICE), .. }) => 0,
+        Err(source) => return Err(TargetError::Cuda { rank: 0, doing: "look for GPUs", source }),
+    };
     if found < needed {
         let reason = format!(
             "{needed} GPUs are asked for (a rank each), {found} are here; lower --tp, or see \

@@ -1,8 +1,6 @@
 //! The choice of experts on a GPU, and the grouping of rows by expert. Knows no weights.
 
-use kernels::cuda::{
-    CudaError, DeviceBuffer, DeviceVector, Permutation, RoutingViews, download,
-};
+use kernels::cuda::{CudaError, DeviceBuffer, DeviceVector, Permutation, RoutingViews, download};
 
 use super::device::Device;
 use super::experts::ExpertSizes;
@@ -36,11 +34,7 @@ impl RoutingMemory {
         [choices, choices, rows, sizes.held, sizes.held + 1, choices, choices, scratch]
     }
 
-    pub(super) fn new(
-        device: &Device,
-        sizes: ExpertSizes,
-        rows: usize,
-    ) -> Result<Self, CudaError> {
+    pub(super) fn new(device: &Device, sizes: ExpertSizes, rows: usize) -> Result<Self, CudaError> {
         let mut values = Self::values(&sizes, rows).into_iter();
         let mut take = || DeviceBuffer::new(&device.context, values.next().unwrap_or(0) * 4);
         Ok(Self {

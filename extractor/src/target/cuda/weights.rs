@@ -159,7 +159,8 @@ impl Loader<'_> {
         for (index, name) in names.iter().enumerate() {
             let weight = self.source.packed(name, *whole, slice, format)?;
             if weight.codes.len() != codes || weight.scales.len() != scales {
-                let (expected, found) = (vec![codes, scales], vec![weight.codes.len(), weight.scales.len()]);
+                let (expected, found) =
+                    (vec![codes, scales], vec![weight.codes.len(), weight.scales.len()]);
                 let name = name.clone();
                 return Err(WeightsError::WrongShape { name, expected, found }.into());
             }

@@ -133,3 +133,87 @@ struct Widths {
     spare: usize,
     attended: usize,
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::target::collective::Solo;
+    use crate::target::cpu::CpuOps;
+    use crate::target::model::{ForwardRequest, Model, Parts, Wanted};
+    use crate::target::options::EngineOptions;
+    use crate::target::source::Source;
+    use crate::target::weights::Checkpoint;
+
+    impl<B> Work<B> {
+        fn all(&self) -> [&B; 16] {
+            let Self { x, partial, normed, q, q_latent, latent, kv, k_pe, k, v, .. } = self;
+            let Self { spare, attended, gate, up, logits, head_logits, .. } = self;
+            [
+                x,
+                partial,
+                normed,
+                q,
+                q_latent,
+                latent,
+                kv,
+                k_pe,
+                k,
+                v,
+                spare,
+                attended,
+                gate,
+                up,
+                logits,
+                head_logits,
+            ]
+        }
+    }
+
+    /// What a forward really uses, on the CPU whose buffers grow as they must, is what the rooms
+    /// allow; and no room is larger than needed.
+    #[test]
+    fn rooms_hold_what_a_forward_uses() {
+        for (model, exact) in [
+            ("models/nano-kimi", true),
+            ("tests/fixtures/tiny-odd", true),
+            ("tests/fixtures/stories260k", true),
+        ] {
+            let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(model);
+            let spec = TargetSpec::read(&dir).unwrap();
+            for tp in [1, 2] {
+                let options = EngineOptions { tp, ..EngineOptions::new(&dir) };
+                let plan = options.plans(&spec).unwrap().remove(0);
+                let rooms = rooms(&spec, &plan);
+                let source = Source::Checkpoint(Checkpoint::open(&dir).unwrap());
+                let mut model = Model::load(Parts {
+                    ops: CpuOps::new(1),
+                    collective: Box::new(Solo),
+                    source: &source,
+                    spec: &spec,
+                    plan,
+                    qa_norm_eps: options.qa_norm_eps,
+                })
+                .unwrap();
+                let wanted = Wanted { normed: true, ..Wanted::default() };
+                let request = ForwardRequest {
+                    ids: vec![1; 11],
+                    cu_seqlens: vec![0, 4, 11],
+                    wanted,
+                    ..ForwardRequest::default()
+                };
+                model.forward(&request).unwrap();
+                let used = model.work.all().map(|buffer: &Vec<f32>| buffer.len());
+                for (used, room) in used.into_iter().zip(rooms.0) {
+                    // One rank alone needs no partial sum.
+                    let needed = if room.name == "partial sum" { 0 } else { room.width * 11 };
+                    assert!(
+                        used <= room.width * 11 && (used == needed || !exact),
+                        "{room:?} {used}"
+                    );
+                }
+            }
+        }
+    }
+}
