@@ -193,7 +193,12 @@ impl Ops for CpuOps {
         Ok(HeldExperts { first: share.experts.start, experts })
     }
 
-    fn rope_angles(&mut self, spec: &RopeSpec, positions: &[u32]) -> Result<CpuRope, TargetError> {
+    fn rope_angles(
+        &mut self,
+        spec: &RopeSpec,
+        positions: &[u32],
+        _first: usize,
+    ) -> Result<CpuRope, TargetError> {
         let table = RopeTable::new(spec.dim, spec.theta, spec.yarn().as_ref());
         let blocks = positions.chunks(ROWS_PER_TASK).map(|block| table.angles(block)).collect();
         let (dim, interleaved) = (spec.dim, spec.interleaved);

@@ -33,6 +33,8 @@ pub struct RankGroup {
     caches: HashMap<CacheId, usize>,
     /// All ranks of the group are here.
     whole: bool,
+    /// Batches go in two halves where the ranks are several.
+    overlaps: bool,
 }
 
 /// Everything that a forward can return; what was not wanted is empty.
@@ -59,11 +61,12 @@ impl RankGroup {
         let spec = TargetSpec::read(&options.dir)?;
         let plans = options.plans(&spec)?;
         let source = Source::Checkpoint(Checkpoint::open(&options.dir)?);
+        let overlaps = options.device == Device::Cuda;
         let ranks = match options.device {
             Device::Cpu => start_cpu(options, &spec, &plans, source)?,
             Device::Cuda => cuda::start(options, &spec, &plans, source)?,
         };
-        Ok(Self { spec, plans, ranks, caches: HashMap::new(), whole: true })
+        Ok(Self { spec, plans, ranks, caches: HashMap::new(), whole: true, overlaps })
     }
 
     /// Starts `gpus` ranks on GPUs with random weights in the dimensions of `spec`, for benches.
@@ -85,7 +88,7 @@ impl RankGroup {
         }
         let plans = plans.drain(first..first + gpus).collect::<Vec<_>>();
         let ranks = cuda::start_shape(options, &spec, &plans)?;
-        Ok(Self { spec, plans, ranks, caches: HashMap::new(), whole: false })
+        Ok(Self { spec, plans, ranks, caches: HashMap::new(), whole: false, overlaps: true })
     }
 
     /// Shares of the ranks.
@@ -100,6 +103,7 @@ impl RankGroup {
             cu_seqlens: batch.cu_seqlens().to_vec(),
             cache: None,
             wanted,
+            overlap: self.overlaps,
         })
     }
 
@@ -166,24 +170,27 @@ impl RankGroup {
     ) -> Result<Capture, TargetError> {
         let mut gathered = Vec::with_capacity(layers.len());
         for (index, &layer) in layers.iter().enumerate() {
+            let held = |(rank, output): (usize, &mut ForwardOutput)| {
+                let captured = output.captured.get_mut(index);
+                let pieces = captured.map(|layer| std::mem::take(&mut layer.pieces));
+                pieces.into_iter().flatten().map(move |(first, rows)| (first, rank, rows))
+            };
+            let mut pieces: Vec<_> = outputs.iter_mut().enumerate().flat_map(held).collect();
+            pieces.sort_by_key(|(first, ..)| *first);
             let mut rows = LayerRows::default();
-            for (rank, output) in outputs.iter_mut().enumerate() {
-                let Some(part) = output.captured.get_mut(index) else { continue };
-                let (first, part) = (part.first, std::mem::take(&mut part.rows));
-                if part.is_empty() {
-                    continue;
+            for (first, rank, piece) in pieces {
+                let next = rows.len() / hidden_size;
+                if self.whole && first != next {
+                    return Err(TargetError::Reply {
+                        rank,
+                        found: format!("rows from {first}"),
+                        expected: format!("rows of layer {layer} from {next}"),
+                    });
                 }
-                let unexpected = |found| TargetError::Reply {
-                    rank,
-                    found,
-                    expected: format!("rows of layer {layer} from {}", rows.len() / hidden_size),
-                };
-                if rows.is_empty() && (first == 0 || !self.whole) {
-                    rows = part;
-                } else if self.whole && first * hidden_size != rows.len() {
-                    return Err(unexpected(format!("rows from {first}")));
-                } else if let Err(part) = rows.append(part) {
-                    let found = format!("{} values", part.dtype());
+                if rows.is_empty() {
+                    rows = piece;
+                } else if let Err(piece) = rows.append(piece) {
+                    let found = format!("{} values", piece.dtype());
                     return Err(TargetError::Reply { rank, found, expected: rows.dtype().into() });
                 }
             }
@@ -281,6 +288,7 @@ impl TargetModel for RankGroup {
             cu_seqlens: vec![0, tokens.len()],
             cache: Some((cache, keep)),
             wanted,
+            overlap: false,
         })?;
         self.caches.insert(cache, keep + tokens.len());
         Ok(Extension { capture: probe.capture, logits: probe.logits })
@@ -370,4 +378,55 @@ fn pool(threads: usize) -> Result<Option<ThreadPool>, TargetError> {
         reason: format!("{threads} threads cannot be started: {error}"),
     })?;
     Ok(Some(pool))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use shared::TokenSample;
+
+    use super::*;
+
+    /// The two halves of a batch give what the whole gives: states, choices and logits in the
+    /// order of the tokens. On the CPU, where nothing overlaps.
+    #[test]
+    fn halves_are_the_whole() {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/nano-kimi");
+        let mut group =
+            RankGroup::open(&EngineOptions { tp: 2, ..EngineOptions::new(dir) }).unwrap();
+        let sample = |tokens: u32| {
+            let ids: Vec<u32> = (0..tokens).map(|id| 7 * id % 300).collect();
+            TokenSample::new(ids, vec![1; tokens as usize]).unwrap()
+        };
+        let wanted = Wanted {
+            layers: vec![LayerIndex(5), LayerIndex(0), LayerIndex(7)],
+            embeddings: true,
+            normed: true,
+            logits: true,
+            routers: true,
+        };
+        for lengths in [vec![9], vec![3, 4], vec![5, 30, 2, 11]] {
+            let batch = TokenBatch::new(lengths.into_iter().map(sample).collect());
+            group.overlaps = false;
+            let whole = group.probe(&batch, wanted.clone()).unwrap();
+            group.overlaps = true;
+            let halves = group.probe(&batch, wanted.clone()).unwrap();
+            let near = |a: &[f32], b: &[f32]| {
+                a.len() == b.len() && a.iter().zip(b).all(|(a, b)| (a - b).abs() < 1e-4)
+            };
+            for (a, b) in whole.capture.layers.iter().zip(&halves.capture.layers) {
+                assert_eq!(a.layer, b.layer);
+                assert!(near(&a.rows.to_f32(), &b.rows.to_f32()), "layer {}", a.layer);
+            }
+            assert!(near(&whole.embeddings, &halves.embeddings));
+            assert!(near(&whole.normed, &halves.normed));
+            assert!(near(&whole.logits, &halves.logits));
+            assert_eq!(whole.routers.len(), halves.routers.len());
+            for ((layer, a), (other, b)) in whole.routers.iter().zip(&halves.routers) {
+                assert_eq!((layer, &a.indices), (other, &b.indices));
+                assert!(near(&a.weights, &b.weights));
+            }
+        }
+    }
 }

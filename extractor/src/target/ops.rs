@@ -92,11 +92,12 @@ pub(super) trait Ops: Send {
         share: &ExpertShare,
     ) -> Result<Self::Experts, TargetError>;
 
-    /// Angles for `positions`, one a row.
+    /// Angles for `positions`, one a row, from row `first` of the batch on.
     fn rope_angles(
         &mut self,
         spec: &RopeSpec,
         positions: &[u32],
+        first: usize,
     ) -> Result<Self::Rope, TargetError>;
 
     /// `out[r] = table[ids[r] - first]`, or zeros where the id is outside the table: the table may
@@ -314,6 +315,15 @@ pub struct RouterChoice {
     pub weights: Vec<f32>,
     /// [rows] selection score of the last chosen minus that of the best not chosen.
     pub margins: Vec<f32>,
+}
+
+impl RouterChoice {
+    /// Appends the choices for more rows.
+    pub(super) fn append(&mut self, more: Self) {
+        self.indices.extend(more.indices);
+        self.weights.extend(more.weights);
+        self.margins.extend(more.margins);
+    }
 }
 
 /// Routed experts of one layer on one rank.

@@ -14,15 +14,20 @@ pub(super) struct Inputs {
     /// Angles of the rows of a batch.
     pub(super) cos: DeviceBuffer,
     pub(super) sin: DeviceBuffer,
-    cu_q: DeviceBuffer,
-    cu_k: DeviceBuffer,
-    /// What is in `cu_q` and `cu_k`: the layers of a batch ask for the same.
-    starts: [Vec<u32>; 2],
+    /// Starts of sequences in the halves of a batch.
+    starts: [Starts; 2],
     /// Angles of all positions.
     pub(super) cos_table: DeviceBuffer,
     pub(super) sin_table: DeviceBuffer,
     /// Positions in the tables.
     pub(super) limit: usize,
+}
+
+/// First query row and first key row of every sequence: the layers of a batch ask for the same.
+struct Starts {
+    cu_q: DeviceBuffer,
+    cu_k: DeviceBuffer,
+    sent: [Vec<u32>; 2],
 }
 
 impl Inputs {
@@ -36,9 +41,10 @@ impl Inputs {
             positions: take()?,
             cos: take()?,
             sin: take()?,
-            cu_q: take()?,
-            cu_k: take()?,
-            starts: [Vec::new(), Vec::new()],
+            starts: [
+                Starts { cu_q: take()?, cu_k: take()?, sent: [Vec::new(), Vec::new()] },
+                Starts { cu_q: take()?, cu_k: take()?, sent: [Vec::new(), Vec::new()] },
+            ],
             cos_table: take()?,
             sin_table: take()?,
             limit,
@@ -69,15 +75,23 @@ impl Inputs {
     ) -> Result<[DeviceVector<u32>; 2], CudaError> {
         let starts = starts(cu_seqlens, cached);
         let sequences = cu_seqlens.len();
-        if sequences * 4 > self.cu_q.bytes() {
-            return Err(CudaError::Shape(format!("{sequences} starts of sequences in a batch")));
+        // The one that is not sent again goes first when another is needed.
+        if self.starts[0].sent == starts {
+            self.starts.swap(0, 1);
         }
-        if starts != self.starts {
-            upload(&device.compute, self.cu_q.address(), &starts[0])?;
-            upload(&device.compute, self.cu_k.address(), &starts[1])?;
-            self.starts = starts;
+        if self.starts[1].sent != starts {
+            self.starts.swap(0, 1);
+            let Starts { cu_q, cu_k, sent } = &mut self.starts[1];
+            if sequences * 4 > cu_q.bytes() {
+                return Err(CudaError::Shape(format!("{sequences} starts of sequences")));
+            }
+            sent[0].clear();
+            upload(&device.compute, cu_q.address(), &starts[0])?;
+            upload(&device.compute, cu_k.address(), &starts[1])?;
+            *sent = starts;
         }
-        Ok([self.cu_q.vector(sequences), self.cu_k.vector(sequences)])
+        let Starts { cu_q, cu_k, .. } = &self.starts[1];
+        Ok([cu_q.vector(sequences), cu_k.vector(sequences)])
     }
 }
 

@@ -130,14 +130,15 @@ pub(super) fn precision(precision: Precision, dtype: Dtype) -> Dtype {
     }
 }
 
-/// Bytes of ids, positions, cosines and sines of a batch, starts of queries and of keys, and the
-/// tables of cosines and sines.
-pub(super) fn inputs(spec: &TargetSpec, tokens: usize) -> [usize; 8] {
+/// Bytes of ids, positions, cosines and sines of a batch, starts of queries and of keys in two
+/// halves, and the tables of cosines and sines.
+pub(super) fn inputs(spec: &TargetSpec, tokens: usize) -> [usize; 10] {
     let pairs = spec.rope.dim / 2;
     let table = spec.max_position_embeddings * pairs * 4;
     let angles = tokens * pairs * 4;
     let starts = (tokens + 1) * 4;
-    [tokens * 4, tokens * 4, angles, angles, starts, starts, table, table]
+    let ids = tokens * 4;
+    [ids, ids, angles, angles, starts, starts, starts, starts, table, table]
 }
 
 /// Sizes of the routed experts on one rank.

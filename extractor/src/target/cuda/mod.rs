@@ -58,6 +58,8 @@ pub(super) struct CudaOps {
 /// Angles of the rows of one forward; they lie in [`Inputs`].
 #[derive(Clone, Copy, Debug)]
 pub(super) struct CudaRope {
+    /// First row of the batch.
+    first: usize,
     rows: usize,
     pairs: usize,
     interleaved: bool,
@@ -235,15 +237,22 @@ impl Ops for CudaOps {
         self.loader(source).experts(prefix, share)
     }
 
-    fn rope_angles(&mut self, spec: &RopeSpec, positions: &[u32]) -> Result<CudaRope, TargetError> {
-        self.fits(positions.len())?;
+    fn rope_angles(
+        &mut self,
+        spec: &RopeSpec,
+        positions: &[u32],
+        first: usize,
+    ) -> Result<CudaRope, TargetError> {
         let (rows, pairs) = (positions.len(), spec.dim / 2);
+        let own = first..first + rows;
+        self.fits(own.end)?;
         let Self { device, inputs, .. } = self;
         let table = |table: &DeviceBuffer| table.matrix([inputs.limit, pairs], Dtype::F32);
-        let angles = |out: &DeviceBuffer| out.matrix([rows, pairs], Dtype::F32);
-        let sources = inputs.positions.vector(rows);
+        let angles =
+            |out: &DeviceBuffer| out.matrix([own.end, pairs], Dtype::F32).row_range(own.clone());
+        let sources = inputs.positions.vector(own.end).range(own.clone());
         let launch = device.launch();
-        let result = upload(&device.compute, inputs.positions.address(), positions)
+        let result = upload(&device.compute, sources.address, positions)
             .and_then(|()| {
                 launch.gather_rows(&angles(&inputs.cos), &table(&inputs.cos_table), sources)
             })
@@ -251,7 +260,7 @@ impl Ops for CudaOps {
                 launch.gather_rows(&angles(&inputs.sin), &table(&inputs.sin_table), sources)
             });
         device.doing("look up rotary angles", result)?;
-        Ok(CudaRope { rows, pairs, interleaved: spec.interleaved })
+        Ok(CudaRope { first, rows, pairs, interleaved: spec.interleaved })
     }
 
     fn embed(
@@ -332,14 +341,15 @@ impl Ops for CudaOps {
         angles: &CudaRope,
         head_dim: usize,
     ) -> Result<(), TargetError> {
-        let CudaRope { rows, pairs, interleaved } = *angles;
+        let CudaRope { first, rows, pairs, interleaved } = *angles;
         if rows == 0 {
             return Ok(());
         }
         let width = x.len() / rows;
+        let own = first * pairs..(first + rows) * pairs;
         let view = RopeView {
-            cos: self.inputs.cos.vector(rows * pairs),
-            sin: self.inputs.sin.vector(rows * pairs),
+            cos: self.inputs.cos.vector((first + rows) * pairs).range(own.clone()),
+            sin: self.inputs.sin.vector((first + rows) * pairs).range(own),
             pairs,
             heads: width / head_dim,
             interleaved,

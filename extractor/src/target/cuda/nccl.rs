@@ -4,12 +4,13 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-use kernels::cuda::cudarc::driver::CudaStream;
+use kernels::cuda::cudarc::driver::{CudaEvent, CudaStream};
 use kernels::cuda::cudarc::nccl::result::{self, NcclError, NcclStatus};
 use kernels::cuda::cudarc::nccl::sys::{self, ncclDataType_t, ncclResult_t};
 use kernels::cuda::{CudaError, Dtype};
 
 use super::buffer::CudaBuffer;
+use super::device::driver;
 use crate::target::collective::Collective;
 use crate::target::error::TargetError;
 
@@ -32,7 +33,13 @@ unsafe impl Send for Comm {}
 pub(super) struct NcclRank {
     group: Arc<NcclGroup>,
     rank: usize,
+    /// Where values are computed and read.
+    compute: Arc<CudaStream>,
+    /// Where they are summed.
     stream: Arc<CudaStream>,
+    /// Of each half: the values are there; the sum is.
+    computed: [CudaEvent; 2],
+    summed: [CudaEvent; 2],
 }
 
 impl NcclGroup {
@@ -57,17 +64,28 @@ impl NcclGroup {
     pub(super) fn connect(
         self: &Arc<Self>,
         rank: usize,
-        stream: &Arc<CudaStream>,
+        compute: &Arc<CudaStream>,
     ) -> Result<NcclRank, TargetError> {
-        let bound = stream.context().bind_to_thread().map_err(super::device::driver("bind"));
-        bound.map_err(|source| TargetError::Cuda { rank, doing: "connect to NCCL", source })?;
+        let context = compute.context();
+        let open = || {
+            context.bind_to_thread().map_err(driver("make the context current"))?;
+            let event = || context.new_event(None).map_err(driver("make an event"));
+            let stream = context.new_stream().map_err(driver("make a stream"))?;
+            Ok((stream, [event()?, event()?], [event()?, event()?]))
+        };
+        let (stream, computed, summed) = open().map_err(|source| TargetError::Cuda {
+            rank,
+            doing: "connect to NCCL",
+            source,
+        })?;
         let mut comm = std::ptr::null_mut();
         let (ranks, own) = (self.world_size as i32, rank as i32);
         // SAFETY: `comm` outlives the call, and every rank calls with the same id.
         let answer = unsafe { result::comm_init_rank(&mut comm, ranks, self.id, own) };
         check(rank, "ncclCommInitRank", answer)?;
         *lock(&self.comms[rank]) = Some(Comm(comm));
-        Ok(NcclRank { group: Arc::clone(self), rank, stream: Arc::clone(stream) })
+        let (group, compute) = (Arc::clone(self), Arc::clone(compute));
+        Ok(NcclRank { group, rank, compute, stream, computed, summed })
     }
 
     /// Ends the group: work under way is given up, later work is refused with `reason`; the first
@@ -108,8 +126,20 @@ impl NcclRank {
         }
     }
 
-    fn stream(&self) -> sys::cudaStream_t {
-        self.stream.cu_stream().cast()
+    /// Lets `to` wait for what `from` has been given.
+    fn order(
+        &self,
+        event: &CudaEvent,
+        from: Option<&CudaStream>,
+        to: Option<&CudaStream>,
+    ) -> Result<(), TargetError> {
+        let recorded = from.map_or(Ok(()), |stream| event.record(stream));
+        let ordered = recorded.and_then(|()| to.map_or(Ok(()), |stream| stream.wait(event)));
+        ordered.map_err(driver("order streams")).map_err(|source| TargetError::Cuda {
+            rank: self.rank,
+            doing: "sum across ranks",
+            source,
+        })
     }
 }
 
@@ -119,16 +149,27 @@ impl Collective<CudaBuffer> for NcclRank {
     }
 
     fn all_reduce(&mut self, values: &mut CudaBuffer) -> Result<(), TargetError> {
+        self.start(0, values)?;
+        self.finish(0)
+    }
+
+    fn start(&mut self, half: usize, values: &mut CudaBuffer) -> Result<(), TargetError> {
+        self.order(&self.computed[half], Some(&self.compute), Some(&self.stream))?;
         let (address, len) = (values.address(), values.len());
         let kind = data_type(values.dtype());
         let sum = sys::ncclRedOp_t::ncclSum;
-        let stream = self.stream();
+        let stream = self.stream.cu_stream().cast();
         self.call("ncclAllReduce", |comm| {
             let (from, to) = (address as *const _, address as *mut _);
             // SAFETY: the buffer has `len` values of this type, and work on it is in the order of
             // this stream.
             unsafe { result::all_reduce(from, to, len, kind, sum, comm, stream) }
-        })
+        })?;
+        self.order(&self.summed[half], Some(&self.stream), None)
+    }
+
+    fn finish(&mut self, half: usize) -> Result<(), TargetError> {
+        self.order(&self.summed[half], None, Some(&self.compute))
     }
 
     fn set_deadline(&mut self, _deadline: Instant) {

@@ -79,7 +79,7 @@ impl<O: Ops> Gqa<O> {
         step: &mut Step<'_, O>,
         cache: Option<&mut LayerCache<O::Buffer>>,
     ) -> Result<(), TargetError> {
-        let rows = step.rows;
+        let rows = step.half.rows;
         let Work { normed, q, k, v, spare, .. } = &mut *step.work;
         for (out, projection) in [(&mut *q, &self.q), (&mut *k, &self.k), (v, &self.v)] {
             projection.apply(step.ops, out, normed, rows)?;
@@ -88,11 +88,11 @@ impl<O: Ops> Gqa<O> {
                 std::mem::swap(out, spare);
             }
         }
-        step.ops.rope(q, &step.angles, self.head_dim)?;
-        step.ops.rope(k, &step.angles, self.head_dim)?;
+        step.ops.rope(q, &step.half.angles, self.head_dim)?;
+        step.ops.rope(k, &step.half.angles, self.head_dim)?;
         step.ops.lap(Stage::Projections)?;
         let dims = AttentionDims {
-            cu_seqlens: step.cu_seqlens,
+            cu_seqlens: step.half.cu_seqlens,
             cached: step.cached,
             heads: self.heads,
             kv_heads: self.kv_heads,
@@ -103,7 +103,7 @@ impl<O: Ops> Gqa<O> {
         super::attend(step, cache, &dims)?;
         step.project(Input::Attended, &self.out)?;
         step.ops.lap(Stage::Projections)?;
-        step.settle()
+        step.send()
     }
 }
 

@@ -85,20 +85,48 @@ impl StageClock {
     }
 }
 
-/// One forward in progress on one rank.
+/// One forward in progress on one rank. On several ranks a batch goes in two halves, so that the
+/// sums of one cross the ranks while the other is computed.
 pub(super) struct Step<'a, O: Ops> {
     pub(super) ops: &'a mut O,
     pub(super) collective: &'a mut dyn Collective<O::Buffer>,
     pub(super) work: &'a mut Work<O::Buffer>,
-    pub(super) rows: usize,
     pub(super) hidden_size: usize,
-    pub(super) angles: O::Rope,
-    /// Sequence starts in the rows, and the total.
-    pub(super) cu_seqlens: &'a [usize],
     /// Tokens of each sequence that its cache holds already; empty where none has a cache.
     pub(super) cached: &'a [usize],
-    /// The partial sum holds something.
-    pub(super) has_partial: bool,
+    pub(super) half: Half<'a, O::Rope>,
+    /// The half that waits, and whose turn it is: 0 or 1.
+    pub(super) other: Option<Half<'a, O::Rope>>,
+    pub(super) turn: usize,
+}
+
+/// A part of the batch.
+pub(super) struct Half<'a, R> {
+    /// First row in the batch.
+    pub(super) first: usize,
+    pub(super) rows: usize,
+    pub(super) angles: R,
+    /// Sequence starts in the rows, and the total.
+    pub(super) cu_seqlens: &'a [usize],
+    sum: Sum,
+}
+
+impl<'a, R> Half<'a, R> {
+    pub(super) fn new(first: usize, cu_seqlens: &'a [usize], angles: R) -> Self {
+        let rows = cu_seqlens.last().copied().unwrap_or(0);
+        Self { first, rows, angles, cu_seqlens, sum: Sum::None }
+    }
+}
+
+/// What has become of a sum across ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Sum {
+    /// There is nothing to add.
+    None,
+    /// This rank's part is being computed.
+    Open,
+    /// On its way across the ranks.
+    Sent,
 }
 
 /// The inputs of the residual stream that a block may name.
@@ -109,8 +137,30 @@ pub(super) enum Input {
 }
 
 impl<O: Ops> Step<'_, O> {
+    /// Does `work` for every half.
+    pub(super) fn each_half(
+        &mut self,
+        mut work: impl FnMut(&mut Self) -> Result<(), TargetError>,
+    ) -> Result<(), TargetError> {
+        work(self)?;
+        if self.other.is_some() {
+            self.switch();
+            work(self)?;
+            self.switch();
+        }
+        Ok(())
+    }
+
+    fn switch(&mut self) {
+        if let Some(other) = &mut self.other {
+            std::mem::swap(&mut self.half, other);
+            self.work.switch();
+            self.turn = 1 - self.turn;
+        }
+    }
+
     /// Adds `input weight^T` to the residual stream; on several ranks, to the sum that
-    /// [`Step::settle`] completes.
+    /// [`Step::send`] starts.
     pub(super) fn project(&mut self, input: Input, weight: &O::Linear) -> Result<(), TargetError> {
         let Work { x, partial, attended, gate, .. } = &mut *self.work;
         let input = match input {
@@ -120,8 +170,8 @@ impl<O: Ops> Step<'_, O> {
         if self.collective.world_size() == 1 {
             return self.ops.matmul(x, input, weight, Write::Add);
         }
-        let write = if self.has_partial { Write::Add } else { Write::Set };
-        self.has_partial = true;
+        let write = if self.half.sum == Sum::Open { Write::Add } else { Write::Set };
+        self.half.sum = Sum::Open;
         self.ops.matmul(partial, input, weight, write)
     }
 
@@ -135,25 +185,37 @@ impl<O: Ops> Step<'_, O> {
         if self.collective.world_size() == 1 {
             return self.ops.experts(x, normed, routing, held);
         }
-        if !self.has_partial {
-            self.ops.zeros(partial, self.rows * self.hidden_size)?;
-            self.has_partial = true;
+        if self.half.sum != Sum::Open {
+            self.ops.zeros(partial, self.half.rows * self.hidden_size)?;
+            self.half.sum = Sum::Open;
         }
         self.ops.experts(partial, normed, routing, held)
     }
 
-    /// Sums the ranks' parts and adds them to the residual stream.
-    pub(super) fn settle(&mut self) -> Result<(), TargetError> {
-        if !std::mem::take(&mut self.has_partial) {
-            return Ok(());
+    /// Starts to sum the ranks' parts.
+    pub(super) fn send(&mut self) -> Result<(), TargetError> {
+        if self.half.sum == Sum::Open {
+            self.collective.start(self.turn, &mut self.work.partial)?;
+            self.half.sum = Sum::Sent;
         }
-        self.collective.all_reduce(&mut self.work.partial)?;
-        self.ops.add(&mut self.work.x, &self.work.partial)?;
-        self.ops.lap(Stage::Collective)
+        Ok(())
+    }
+
+    /// Adds the sum of the ranks' parts to the residual stream.
+    pub(super) fn settle(&mut self) -> Result<(), TargetError> {
+        self.send()?;
+        if self.half.sum == Sum::Sent {
+            self.collective.finish(self.turn)?;
+            self.ops.add(&mut self.work.x, &self.work.partial)?;
+            self.half.sum = Sum::None;
+            self.ops.lap(Stage::Collective)?;
+        }
+        Ok(())
     }
 
     /// Norms the residual stream into `work.normed`.
     pub(super) fn norm(&mut self, weight: &O::Buffer, eps: f32) -> Result<(), TargetError> {
+        self.settle()?;
         self.ops.rms_norm(&mut self.work.normed, &self.work.x, weight, eps)?;
         self.ops.lap(Stage::Norms)
     }

@@ -28,6 +28,8 @@ pub(super) struct Work<B> {
     pub(super) logits: B,
     /// Logits of the vocabulary, which no extraction needs.
     pub(super) head_logits: B,
+    /// `x`, `partial` and `normed` of the other half of the batch.
+    parked: [B; 3],
 }
 
 impl<B> Work<B> {
@@ -54,13 +56,23 @@ impl<B> Work<B> {
             up: take(13)?,
             logits: take(14)?,
             head_logits: take(15)?,
+            parked: [take(16)?, take(17)?, take(18)?],
         })
+    }
+
+    /// Takes up the other half of the batch.
+    pub(super) fn switch(&mut self) {
+        let [x, partial, normed] = &mut self.parked;
+        std::mem::swap(&mut self.x, x);
+        std::mem::swap(&mut self.partial, partial);
+        std::mem::swap(&mut self.normed, normed);
     }
 }
 
-/// The largest size of every buffer, in the order of [`Work`]'s fields.
+/// The largest size of every buffer, in the order of [`Work`]'s fields. One rank alone never
+/// halves its batch.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in crate::target) struct Rooms(pub(in crate::target) [Room; 16]);
+pub(in crate::target) struct Rooms(pub(in crate::target) [Room; 19]);
 
 /// What the buffers of one rank must hold a token of the batch.
 pub(in crate::target) fn rooms(spec: &TargetSpec, plan: &RankPlan) -> Rooms {
@@ -118,6 +130,9 @@ pub(in crate::target) fn rooms(spec: &TargetSpec, plan: &RankPlan) -> Rooms {
         compute("up", mlp),
         room("router logits", experts, Precision::Single),
         room("logits", 0, Precision::Single),
+        compute("residual stream, half", partial),
+        room("partial sum, half", partial, Precision::Single),
+        compute("normed input, half", partial),
     ])
 }
 
@@ -147,9 +162,10 @@ mod tests {
     use crate::target::weights::Checkpoint;
 
     impl<B> Work<B> {
-        fn all(&self) -> [&B; 16] {
+        fn all(&self) -> [&B; 19] {
             let Self { x, partial, normed, q, q_latent, latent, kv, k_pe, k, v, .. } = self;
-            let Self { spare, attended, gate, up, logits, head_logits, .. } = self;
+            let Self { spare, attended, gate, up, logits, head_logits, parked, .. } = self;
+            let [a, b, c] = parked;
             [
                 x,
                 partial,
@@ -207,7 +223,12 @@ mod tests {
                 let used = model.work.all().map(|buffer: &Vec<f32>| buffer.len());
                 for (used, room) in used.into_iter().zip(rooms.0) {
                     // One rank alone needs no partial sum.
-                    let needed = if room.name == "partial sum" { 0 } else { room.width * 11 };
+                    let needed = if room.name.starts_with("partial") || room.name.ends_with("half")
+                    {
+                        0
+                    } else {
+                        room.width * 11
+                    };
                     assert!(
                         used <= room.width * 11 && (used == needed || !exact),
                         "{room:?} {used}"
