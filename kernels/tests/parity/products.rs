@@ -2,9 +2,9 @@
 
 use kernels::cuda::{DeviceMatrix, Dtype, Form, Product};
 
-use super::{Gpu, Outcome, within};
+use super::{Gpu, Named, Outcome, within};
 
-pub const CASES: &[(&str, fn(&mut Gpu) -> Outcome)] = &[("products", products)];
+pub(crate) const CASES: &[Named] = &[("products", products)];
 
 fn products(gpu: &mut Gpu) -> Outcome {
     let mut dims = vec![[1, 8, 16], [5, 7, 3], [33, 64, 24], [128, 96, 256], [17, 200, 72]];
