@@ -183,6 +183,9 @@ mod tests {
                 up,
                 logits,
                 head_logits,
+                a,
+                b,
+                c,
             ]
         }
     }
@@ -191,11 +194,8 @@ mod tests {
     /// allow; and no room is larger than needed.
     #[test]
     fn rooms_hold_what_a_forward_uses() {
-        for (model, exact) in [
-            ("models/nano-kimi", true),
-            ("tests/fixtures/tiny-odd", true),
-            ("tests/fixtures/stories260k", true),
-        ] {
+        let models = ["models/nano-kimi", "tests/fixtures/tiny-odd", "tests/fixtures/stories260k"];
+        for model in models {
             let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(model);
             let spec = TargetSpec::read(&dir).unwrap();
             for tp in [1, 2] {
@@ -222,17 +222,11 @@ mod tests {
                 model.forward(&request).unwrap();
                 let used = model.work.all().map(|buffer: &Vec<f32>| buffer.len());
                 for (used, room) in used.into_iter().zip(rooms.0) {
-                    // One rank alone needs no partial sum.
-                    let needed = if room.name.starts_with("partial") || room.name.ends_with("half")
-                    {
-                        0
-                    } else {
-                        room.width * 11
-                    };
-                    assert!(
-                        used <= room.width * 11 && (used == needed || !exact),
-                        "{room:?} {used}"
-                    );
+                    // Buffers of one rank alone: no sums, no halves. Some serve twice.
+                    let absent = room.name.starts_with("partial") || room.name.ends_with("half");
+                    let serves_twice = ["spare", "gate", "up"].contains(&room.name);
+                    let needed = if absent { 0 } else { room.width * 11 };
+                    assert!(used == needed || used < needed && serves_twice, "{room:?} {used}");
                 }
             }
         }
