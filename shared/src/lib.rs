@@ -8,7 +8,25 @@
 //! ```
 
 pub mod contract;
+pub mod diagnosis;
+pub mod digest;
+pub mod durable;
+pub mod files;
+pub mod finite;
+pub mod fingerprint;
+pub mod fp8;
+pub mod header;
+pub mod provenance;
 pub mod sample;
+pub mod shard;
 
-pub use contract::{CaptureSpec, CapturedSample, LayerIndex, LayerState, StateDtype, StateRows};
+pub use contract::{
+    CaptureSpec, CapturedSample, ContractError, LayerIndex, LayerState, LayerStats, StateDtype,
+    StateRows,
+};
+pub use digest::Digest;
+pub use durable::{DatasetDir, DurableError};
+pub use fingerprint::{FieldChange, Fingerprint};
+pub use header::{HeaderLimits, ShardHeader};
 pub use sample::{SampleError, SampleId, TokenSample};
+pub use shard::{SealedShard, ShardEntry, ShardError, ShardId, ShardReader, ShardWriter, TensorRecord};
