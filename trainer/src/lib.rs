@@ -1,10 +1,29 @@
-//! Trains an EAGLE-3 draft head from recorded hidden states, measures its acceptance and exports
-//! it. Knows the data set only through the `shared` crate.
+//! Trains EAGLE-3 drafts on captured hidden states, measures their acceptance and exports them:
+//! data set -> loader -> training-time test -> checkpoint -> acceptance, export. The data set is
+//! known through the `shared` crate only.
 
+pub mod batch;
+pub mod checkpoint;
+pub mod collate;
 pub mod config;
+pub mod dataset;
 pub mod draft;
+pub mod loader;
+pub mod losses;
+pub mod masks;
+pub mod metrics;
+pub mod ops;
 pub mod optimizer;
+mod plan;
 pub mod schedule;
 pub mod target;
 pub mod tensors;
+pub mod ttt;
+mod unroll;
 pub mod vocab;
+
+pub use batch::{BatchTokens, FrozenTarget, TargetWeights, TrainBatch};
+pub use draft::{DraftConfig, DraftVocabulary, Eagle3Draft, Param};
+pub use metrics::TttMetrics;
+pub use ops::DraftOps;
+pub use ttt::{TttOptions, TttOutput, ttt_step};
