@@ -2,12 +2,14 @@
 //! data set -> loader -> training-time test -> checkpoint -> acceptance, export. The data set is
 //! known through the `shared` crate only.
 
+pub mod acceptance;
 pub mod batch;
 pub mod checkpoint;
 pub mod collate;
 pub mod config;
 pub mod dataset;
 pub mod draft;
+pub mod fit;
 pub mod loader;
 pub mod losses;
 pub mod masks;
@@ -15,6 +17,7 @@ pub mod metrics;
 pub mod ops;
 pub mod optimizer;
 mod plan;
+pub mod run_log;
 pub mod schedule;
 pub mod target;
 pub mod tensors;

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::draft::{Eagle3Draft, Param};
+use crate::ops::{AdamWState, AdamWStep, DraftOps};
 
 /// A gradient or a moment for every parameter, in the order of [`Eagle3Draft::parameters`].
 pub type Named<B> = Vec<(String, Param<B>)>;
@@ -68,7 +69,7 @@ impl GradientError {
     }
 }
 
-impl<B: Backend> AdamW<B> {
+impl<B: DraftOps> AdamW<B> {
     /// Zero moments for the parameters of a draft.
     pub fn new(config: AdamWConfig, draft: &Eagle3Draft<B>) -> Self {
         let zeros = |(name, param): (String, Param<B>)| (name, param.zeros_like());
@@ -109,7 +110,7 @@ impl<B: Backend> AdamW<B> {
         let clip = self.config.clip;
         let scale = if clip > 0.0 && norm > clip { clip / norm } else { 1.0 };
         self.step += 1;
-        let step = Step { config: self.config, rate, scale, count: self.step as i32 };
+        let step = Step { config: self.config, rate, scale, count: self.step };
         let (first, second) = (std::mem::take(&mut self.first), std::mem::take(&mut self.second));
         let mut state = gradients.into_iter().zip(first.into_iter().zip(second));
         let updated = draft.map(|name, param| {
@@ -176,11 +177,11 @@ struct Step {
     config: AdamWConfig,
     rate: f64,
     scale: f64,
-    count: i32,
+    count: u64,
 }
 
 impl Step {
-    fn apply<B: Backend>(
+    fn apply<B: DraftOps>(
         &self,
         param: Param<B>,
         gradient: Param<B>,
@@ -200,23 +201,24 @@ impl Step {
         }
     }
 
-    fn tensor<B: Backend, const D: usize>(
+    fn tensor<B: DraftOps, const D: usize>(
         &self,
         param: Tensor<B, D>,
         gradient: Tensor<B, D>,
         [m, v]: [Tensor<B, D>; 2],
         decay: f64,
     ) -> (Tensor<B, D>, Tensor<B, D>, Tensor<B, D>) {
-        let AdamWConfig { beta1, beta2, eps, .. } = self.config;
-        let g = if self.scale == 1.0 { gradient } else { gradient.mul_scalar(self.scale) };
-        let m = m.mul_scalar(beta1) + g.clone().mul_scalar(1.0 - beta1);
-        let v = v.mul_scalar(beta2) + g.clone().mul(g).mul_scalar(1.0 - beta2);
-        // Bias corrections folded into scalars, so that each pass over memory is used once.
-        let (c1, c2) = (1.0 - beta1.powi(self.count), 1.0 - beta2.powi(self.count));
-        let denominator = v.clone().sqrt().div_scalar(c2.sqrt()).add_scalar(eps);
-        let change = m.clone().mul_scalar(self.rate / c1).div(denominator);
-        let param = if decay > 0.0 { param.mul_scalar(1.0 - self.rate * decay) } else { param };
-        (param - change, m, v)
+        let step = AdamWStep {
+            learning_rate: self.rate,
+            beta1: self.config.beta1,
+            beta2: self.config.beta2,
+            epsilon: self.config.eps,
+            weight_decay: decay,
+            number: self.count,
+            gradient_scale: self.scale,
+        };
+        let state = B::adamw_step(AdamWState { param, first: m, second: v }, gradient, &step);
+        (state.param, state.first, state.second)
     }
 }
 
