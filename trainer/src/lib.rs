@@ -3,6 +3,7 @@
 
 pub mod batch;
 pub mod draft;
+pub mod golden;
 pub mod losses;
 pub mod masks;
 pub mod metrics;
