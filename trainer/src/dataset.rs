@@ -149,7 +149,7 @@ impl SampleReader<'_> {
                 self.open.clear();
             }
             let path = self.dataset.dir.shards().join(file);
-            let reader = ShardReader::open(&path, &HeaderLimits::default())?;
+            let reader = ShardReader::open(&path, &HeaderLimits::SHARD)?;
             if *reader.fingerprint() != self.dataset.fingerprint {
                 return Err(DatasetError::Fingerprint {
                     shard: file.clone(),

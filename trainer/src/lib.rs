@@ -10,6 +10,7 @@ pub mod config;
 pub mod dataset;
 pub mod draft;
 pub mod fit;
+pub mod golden;
 pub mod loader;
 pub mod losses;
 pub mod masks;

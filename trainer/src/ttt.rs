@@ -53,7 +53,7 @@ impl Default for TttOptions {
 /// Loss of a batch and what is needed for its metrics.
 #[derive(Clone, Debug)]
 pub struct TttOutput<B: Backend> {
-    /// `[1]`; 0 and without gradient for a batch without trained rows.
+    /// `[1]`; 0 with zero gradients for a batch without trained rows.
     pub loss: Tensor<B, 1>,
     /// Intermediate states, when asked for.
     pub trace: Option<Trace<B>>,
@@ -135,7 +135,9 @@ pub fn ttt_step<B: DraftOps>(
     let mut outcomes = RowOutcomes::new(&masks, divisors(tokens, &masks, options));
     let device = draft.device();
     if rows.need.iter().all(Vec::is_empty) {
-        return Ok(TttOutput { loss: Tensor::zeros([1], &device), trace: None, outcomes });
+        // A constant could not be differentiated.
+        let loss = draft.norm.clone().narrow(0, 0, 1) * 0.0;
+        return Ok(TttOutput { loss, trace: None, outcomes });
     }
     let plan = plan_batch(tokens, &rows, draft.config().attention_scale(), &device);
     let passed = draft.unroll(&frozen.embed_tokens, &batch.aux, &plan);
