@@ -105,12 +105,18 @@ fn tensor_count(expected: &Expected, shapes: &[&[usize]], batch: &[usize]) -> Op
         return whole_batch(layers, count, batch);
     }
     if count == layers + 1 {
-        return Some("one too many: the embedding output was counted as a layer (a list of \
-             L + 1 states starts with it)".into());
+        return Some(
+            "one too many: the embedding output was counted as a layer (a list of \
+             L + 1 states starts with it)"
+                .into(),
+        );
     }
     if count > layers && count > 8 {
-        return Some(format!("the list holds every layer's output (or {} layers and the \
-             embeddings, entry k being the input of layer k): pick the captured layers", count - 1));
+        return Some(format!(
+            "the list holds every layer's output (or {} layers and the \
+             embeddings, entry k being the input of layer k): pick the captured layers",
+            count - 1
+        ));
     }
     if count % layers == 0 {
         let times = count / layers;
@@ -182,14 +188,19 @@ fn row_count(tokens: usize, rows: usize, batch: &[usize]) -> Option<String> {
         return Some("only one token's state came, as an engine keeps for sampling".into());
     }
     if let Some(other) = batch.iter().position(|&count| count == rows) {
-        return Some(format!("{rows} rows are those of sample {other} of the batch: offsets mixed up"));
+        return Some(format!(
+            "{rows} rows are those of sample {other} of the batch: offsets mixed up"
+        ));
     }
     if rows == tokens + 1 {
         return Some("one row too many: the generated token was captured as well".into());
     }
     if rows + 1 == tokens {
-        return Some("one row too few: the states were shifted by one for next-token labels, or \
-             the last token was left to the decode step".into());
+        return Some(
+            "one row too few: the states were shifted by one for next-token labels, or \
+             the last token was left to the decode step"
+                .into(),
+        );
     }
     if rows < tokens {
         let missing = tokens - rows;
@@ -199,11 +210,14 @@ fn row_count(tokens: usize, rows: usize, batch: &[usize]) -> Option<String> {
                 "{missing} rows are missing, a multiple of {block}: the prefix cache answered for \
                  them; turn prefix caching off"
             ),
-            None => format!("{missing} rows are missing: a chunk of the prefill was not captured, \
-                 or the prompt was truncated"),
+            None => format!(
+                "{missing} rows are missing: a chunk of the prefill was not captured, \
+                 or the prompt was truncated"
+            ),
         });
     }
-    if rows == longest || rows == tokens.next_power_of_two() || rows % 8 == 0 && rows < tokens + 256 {
+    if rows == longest || rows == tokens.next_power_of_two() || rows % 8 == 0 && rows < tokens + 256
+    {
         return Some(format!("{} rows of padding were kept", rows - tokens));
     }
     None
@@ -215,16 +229,22 @@ fn columns(expected: &Expected, rows: usize, width: usize) -> Option<String> {
         return None;
     }
     let times = width / hidden_size;
-    if width % hidden_size == 0 && (times == layers || times == layers.saturating_sub(1) || times == 3) {
+    if width % hidden_size == 0
+        && (times == layers || times == layers.saturating_sub(1) || times == 3)
+    {
         return Some(format!("{width} = {times} x {hidden_size}: {times} layers are concatenated"));
     }
     // Vocabularies have 32,000 entries and more; no model's residual stream is that wide.
     if width >= 30_000 || times >= 8 {
-        return Some(format!("{width} columns are the size of a vocabulary: these are logits, not states"));
+        return Some(format!(
+            "{width} columns are the size of a vocabulary: these are logits, not states"
+        ));
     }
     if width > 0 && hidden_size % width == 0 {
         let ranks = hidden_size / width;
-        return Some(format!("{width} = {hidden_size} / {ranks}: one of {ranks} ranks' columns, not gathered"));
+        return Some(format!(
+            "{width} = {hidden_size} / {ranks}: one of {ranks} ranks' columns, not gathered"
+        ));
     }
     None
 }
@@ -236,12 +256,18 @@ pub fn layer_names(expected: &[LayerIndex], got: &[LayerIndex]) -> Option<String
             && expected.iter().zip(got).all(|(e, g)| i32::from(g.0) == i32::from(e.0) + by)
     };
     if shifted(1) {
-        return Some("every id is one too large: these are ids of engines that count the \
-             embeddings as 0; layer N here is the output of 0-based layer N".into());
+        return Some(
+            "every id is one too large: these are ids of engines that count the \
+             embeddings as 0; layer N here is the output of 0-based layer N"
+                .into(),
+        );
     }
     if shifted(-1) {
-        return Some("every id is one too small: layer N here is the *output* of 0-based layer N, \
-             not its input's producer".into());
+        return Some(
+            "every id is one too small: layer N here is the *output* of 0-based layer N, \
+             not its input's producer"
+                .into(),
+        );
     }
     let mut sorted = got.to_vec();
     sorted.sort();

@@ -59,9 +59,8 @@ impl Fingerprint {
         let mut names: Vec<&String> = self.fields.keys().chain(current.fields.keys()).collect();
         names.sort();
         names.dedup();
-        let values = |name: &String| {
-            (self.fields.get(name).cloned(), current.fields.get(name).cloned())
-        };
+        let values =
+            |name: &String| (self.fields.get(name).cloned(), current.fields.get(name).cloned());
         names
             .into_iter()
             .map(|name| (name, values(name)))

@@ -48,7 +48,8 @@ pub fn quantize_rows(values: &[f32], width: usize) -> (Vec<u8>, Vec<f32>) {
     let mut codes = Vec::with_capacity(values.len());
     let mut scales = Vec::with_capacity(values.len() / width.max(1));
     for row in values.chunks(width.max(1)) {
-        let absmax = row.iter().fold(0f32, |most, v| if v.is_nan() { *v } else { most.max(v.abs()) });
+        let absmax =
+            row.iter().fold(0f32, |most, v| if v.is_nan() { *v } else { most.max(v.abs()) });
         let absmax = if row.iter().any(|v| v.is_nan()) { f32::NAN } else { absmax };
         let scale = absmax / MAX;
         scales.push(scale);
@@ -84,8 +85,7 @@ mod tests {
     /// Independent reading of the format: the value as an exact integer count of 2^-9.
     fn units(code: u8) -> i64 {
         let (exponent, mantissa) = (i64::from(code >> 3 & 0xf), i64::from(code & 7));
-        let magnitude =
-            if exponent == 0 { mantissa } else { (8 + mantissa) << (exponent - 1) };
+        let magnitude = if exponent == 0 { mantissa } else { (8 + mantissa) << (exponent - 1) };
         if code & 0x80 == 0 { magnitude } else { -magnitude }
     }
 

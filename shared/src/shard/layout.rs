@@ -162,8 +162,7 @@ fn locate_sample(
         };
         layers.push((index, scale));
     }
-    let expected =
-        Expected { layers: spec.layers.len(), tokens, hidden_size: spec.hidden_size };
+    let expected = Expected { layers: spec.layers.len(), tokens, hidden_size: spec.hidden_size };
     diagnosis::check_shapes(&expected, &shapes, &[]).map_err(|fault| fault.to_string())?;
     match fields.keys().next() {
         Some(extra) => Err(format!("`{extra}` is not part of the contract")),
