@@ -11,7 +11,7 @@ use burn::tensor::backend::AutodiffBackend;
 use serde::Serialize;
 
 pub use self::error::FitError;
-pub use self::session::Session;
+pub use self::session::{Session, frozen_target, mapping, ttt_options};
 pub use self::step::TrainState;
 use crate::acceptance::Evaluation;
 use crate::checkpoint::RunDir;

@@ -8,6 +8,7 @@ pub mod checkpoint;
 pub mod collate;
 pub mod config;
 pub mod dataset;
+pub mod decode;
 pub mod draft;
 pub mod fit;
 pub mod golden;

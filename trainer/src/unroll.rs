@@ -18,6 +18,41 @@ pub(crate) struct Unrolled<B: Backend> {
     pub(crate) normed: Vec<Tensor<B, 2>>,
 }
 
+/// Keys and values of the steps so far, first those of step 0: `[rows, groups, d]`.
+pub(crate) struct StepKeys<B: Backend> {
+    pub(crate) keys: Vec<Tensor<B, 3>>,
+    pub(crate) values: Vec<Tensor<B, 3>>,
+}
+
+impl<B: Backend> StepKeys<B> {
+    pub(crate) fn new() -> Self {
+        Self { keys: Vec::new(), values: Vec::new() }
+    }
+
+    /// Adds what a layer made; `place` tells whether as a step of its own or behind step 0.
+    fn add(&mut self, key: Tensor<B, 3>, value: Tensor<B, 3>, place: KeyPlace) {
+        match (place, self.keys.first_mut(), self.values.first_mut()) {
+            (KeyPlace::BehindFirst, Some(keys), Some(values)) => {
+                *keys = Tensor::cat(vec![keys.clone(), key], 0);
+                *values = Tensor::cat(vec![values.clone(), value], 0);
+            }
+            _ => {
+                self.keys.push(key);
+                self.values.push(value);
+            }
+        }
+    }
+}
+
+/// Where a step's keys go.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum KeyPlace {
+    /// A step of its own, seen by the row that made them only.
+    NewStep,
+    /// More rows of step 0, as decoding with a cache adds them.
+    BehindFirst,
+}
+
 fn gather<B: DraftOps>(x: Tensor<B, 2>, rows: Option<&RowIndex<B>>) -> Tensor<B, 2> {
     match rows {
         Some(rows) => B::gather_rows(x, rows),
@@ -35,13 +70,18 @@ impl<B: DraftOps> Eagle3Draft<B> {
     ) -> Unrolled<B> {
         let table = rotary_table(&self.config, plan.positions, &self.device());
         let h0 = self.fuse(gather(aux.clone(), plan.base.as_ref()));
-        let (mut keys, mut values) = (Vec::new(), Vec::new());
+        let mut made = StepKeys::new();
         let (mut layer_output, mut normed) = (Vec::new(), Vec::new());
         let mut hidden = h0.clone();
         for step in &plan.steps {
             let previous = gather(hidden, step.from_previous.as_ref());
             let token = B::gather_rows(embed_tokens.clone(), &step.tokens);
-            let z = self.layer_step(token, previous, step, &table, (&mut keys, &mut values));
+            let z = self.layer_step(
+                (token, previous),
+                step,
+                &table,
+                (&mut made, KeyPlace::NewStep),
+            );
             let output = B::rms_norm(z.clone(), self.norm.clone(), self.config.rms_norm_eps);
             hidden = if self.config.norm_output { output.clone() } else { z.clone() };
             layer_output.push(z);
@@ -51,7 +91,7 @@ impl<B: DraftOps> Eagle3Draft<B> {
     }
 
     /// `fc` over the auxiliary states, each normed first with `fc_norm`.
-    fn fuse(&self, aux: Tensor<B, 2>) -> Tensor<B, 2> {
+    pub(crate) fn fuse(&self, aux: Tensor<B, 2>) -> Tensor<B, 2> {
         let width = self.config.hidden_size;
         let part = |(at, weight): (usize, &Tensor<B, 1>)| {
             let state = aux.clone().narrow(1, at * width, width);
@@ -62,14 +102,14 @@ impl<B: DraftOps> Eagle3Draft<B> {
         B::project(input, self.fc.clone())
     }
 
-    /// The decoder layer on the rows of one step; adds the step's keys and values to the lists.
-    fn layer_step(
+    /// The decoder layer on the rows of one step, given token embeddings and hidden states; adds
+    /// the step's keys and values to those made before.
+    pub(crate) fn layer_step(
         &self,
-        token: Tensor<B, 2>,
-        hidden: Tensor<B, 2>,
+        (token, hidden): (Tensor<B, 2>, Tensor<B, 2>),
         step: &StepPlan<B>,
         table: &RotaryTable<B>,
-        (keys, values): (&mut Vec<Tensor<B, 3>>, &mut Vec<Tensor<B, 3>>),
+        (made, place): (&mut StepKeys<B>, KeyPlace),
     ) -> Tensor<B, 2> {
         let (layer, eps) = (&self.layer, self.config.rms_norm_eps);
         let token = B::rms_norm(token, layer.input_layernorm.clone(), eps);
@@ -77,11 +117,10 @@ impl<B: DraftOps> Eagle3Draft<B> {
         let input = Tensor::cat(vec![token, normed.clone()], 1);
         let heads = HeadSplit { config: &self.config, table };
         let (key, value) = heads.keys_values(&layer.attention, input.clone(), &step.key_positions);
-        keys.push(key);
-        values.push(value);
+        made.add(key, value, place);
         let input = gather(input, step.queries.as_ref());
         let queries = heads.queries(&layer.attention, input, &step.query_positions);
-        let mixed = B::ttt_attention(queries, keys, values, &step.attention);
+        let mixed = B::ttt_attention(queries, &made.keys, &made.values, &step.attention);
         let [rows, count, size] = mixed.dims();
         let mixed = B::project(mixed.reshape([rows, count * size]), layer.o_proj.clone());
 
@@ -185,7 +224,7 @@ fn split<B: Backend>(x: Tensor<B, 2>, heads: usize) -> Tensor<B, 3> {
 }
 
 /// Cosines and sines of the positions below `positions`.
-fn rotary_table<B: Backend>(
+pub(crate) fn rotary_table<B: Backend>(
     config: &DraftConfig,
     positions: usize,
     device: &B::Device,
