@@ -112,7 +112,8 @@ pub fn evaluate<B: DraftOps>(
         if members.is_empty() {
             continue;
         }
-        let sums = run_samples(draft, frozen, dataset, &EvaluationPlan { indices: &members, ..*what })?;
+        let sums =
+            run_samples(draft, frozen, dataset, &EvaluationPlan { indices: &members, ..*what })?;
         total.add(&sums);
         by_length.push(Bucket {
             up_to_tokens: BUCKETS.get(bucket).copied(),

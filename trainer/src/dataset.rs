@@ -187,7 +187,9 @@ pub enum DatasetError {
         reason: &'static str,
     },
     /// A shard of another data set.
-    #[error("{shard} was written under fingerprint {found}, the manifest has {expected}: it belongs to another data set")]
+    #[error(
+        "{shard} was written under fingerprint {found}, the manifest has {expected}: it belongs to another data set"
+    )]
     Fingerprint {
         /// The shard's file.
         shard: String,
@@ -203,13 +205,17 @@ pub enum DatasetError {
         shard: String,
     },
     /// Layers that cannot feed a draft.
-    #[error("the data set holds {layers} layers: a draft needs at least one aux state and the last layer's")]
+    #[error(
+        "the data set holds {layers} layers: a draft needs at least one aux state and the last layer's"
+    )]
     Layers {
         /// Captured layers.
         layers: usize,
     },
     /// The last captured layer is not the target's last.
-    #[error("the last captured layer is {found}, the target's last is {expected}: the teacher would be the wrong state; record layer {expected} too")]
+    #[error(
+        "the last captured layer is {found}, the target's last is {expected}: the teacher would be the wrong state; record layer {expected} too"
+    )]
     Teacher {
         /// Last captured layer.
         found: u16,

@@ -280,8 +280,7 @@ mod tests {
             lm_head: matrix(V, H, 6.0),
         };
         let frozen = FrozenTarget::new(weights, vocabulary).unwrap();
-        let options =
-            TttOptions { steps, row_sparse: false, trace: true, ..TttOptions::default() };
+        let options = TttOptions { steps, row_sparse: false, trace: true, ..TttOptions::default() };
         let trace = ttt_step(&draft, &frozen, &batch, &options).unwrap().trace.unwrap();
         for (step, (token, logits)) in chain.iter().enumerate() {
             let normed = trace.normed[step].clone().narrow(0, prompt - 1, 1);

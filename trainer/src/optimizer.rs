@@ -78,12 +78,7 @@ impl<B: DraftOps> AdamW<B> {
     }
 
     /// Continues from stored moments, in the order of the parameters.
-    pub fn from_moments(
-        config: AdamWConfig,
-        step: u64,
-        first: Named<B>,
-        second: Named<B>,
-    ) -> Self {
+    pub fn from_moments(config: AdamWConfig, step: u64, first: Named<B>, second: Named<B>) -> Self {
         Self { config, step, first, second }
     }
 
@@ -303,7 +298,8 @@ mod tests {
         let (_, norm) = clipped.update(&start, gradients(&start, |_| 2.0), 0.01).unwrap();
         assert!((norm - 2.0 * count.sqrt()).abs() < 1e-3 * norm);
         let (first, _) = clipped.moments();
-        let squares: f64 = first.iter().flat_map(|(_, m)| m.to_vec()).map(|m| f64::from(m).powi(2)).sum();
+        let squares: f64 =
+            first.iter().flat_map(|(_, m)| m.to_vec()).map(|m| f64::from(m).powi(2)).sum();
         assert!((squares.sqrt() - 0.1 * 0.5).abs() < 1e-5, "{}", squares.sqrt());
     }
 
@@ -315,11 +311,15 @@ mod tests {
             let error = adamw
                 .update(&start, gradients(&start, |at| if at == 1 { bad } else { 1.0 }), 0.01)
                 .unwrap_err();
-            assert!(matches!(&error, GradientError::NotFinite { name, step: 0 } if name == "fc.weight"));
+            assert!(
+                matches!(&error, GradientError::NotFinite { name, step: 0 } if name == "fc.weight")
+            );
             assert_eq!(error.exit_code(), 65);
         }
         let moments = adamw.moments();
-        assert!(moments.0.iter().chain(moments.1).all(|(_, m)| m.to_vec().iter().all(|x| *x == 0.0)));
+        assert!(
+            moments.0.iter().chain(moments.1).all(|(_, m)| m.to_vec().iter().all(|x| *x == 0.0))
+        );
         assert_eq!(adamw.steps(), 0);
     }
 }

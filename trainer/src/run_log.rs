@@ -142,7 +142,8 @@ mod tests {
             put_depths(&mut record, "train/acc", &[0.5, 0.25]);
             log.record(step, record).unwrap();
         }
-        std::fs::write(&path, std::fs::read_to_string(&path).unwrap() + "{\"step\": 2, \"tr").unwrap();
+        std::fs::write(&path, std::fs::read_to_string(&path).unwrap() + "{\"step\": 2, \"tr")
+            .unwrap();
         RunLog::open(&path, 2, 9).unwrap();
         let lines = std::fs::read_to_string(&path).unwrap();
         let expected = "{\"step\":1,\"train/acc_0\":0.5,\"train/acc_1\":0.25}\n\

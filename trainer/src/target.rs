@@ -98,9 +98,8 @@ impl TargetConfig {
             Some("yarn") => {}
             Some(other) => return Err(TargetError::RopeScaling(other.to_owned())),
         }
-        let real = |key: &str, default: f64| {
-            scaling.get(key).and_then(Value::as_f64).unwrap_or(default)
-        };
+        let real =
+            |key: &str, default: f64| scaling.get(key).and_then(Value::as_f64).unwrap_or(default);
         let original = scaling.get("original_max_position_embeddings").and_then(Value::as_u64);
         Ok(Some(Yarn {
             factor: real("factor", 1.0),
@@ -179,12 +178,7 @@ impl TargetConfig {
         })
     }
 
-    fn given_or(
-        &self,
-        given: Option<usize>,
-        name: &str,
-        key: &str,
-    ) -> Result<usize, TargetError> {
+    fn given_or(&self, given: Option<usize>, name: &str, key: &str) -> Result<usize, TargetError> {
         given.or(self.size(key)).ok_or_else(|| {
             TargetError::Config(ConfigError::Value {
                 key: format!("draft.{name}"),
@@ -250,8 +244,8 @@ impl TargetHead {
         let path = dir.join("config.json");
         let text = std::fs::read_to_string(&path)
             .map_err(|source| TargetError::Read { path: path.clone(), source })?;
-        let raw = serde_json::from_str(&text)
-            .map_err(|source| TargetError::Json { path, source })?;
+        let raw =
+            serde_json::from_str(&text).map_err(|source| TargetError::Json { path, source })?;
         TargetConfig::new(raw)
     }
 }
@@ -286,7 +280,9 @@ pub enum TargetError {
         found: String,
     },
     /// RoPE scaling that the draft does not implement.
-    #[error("the target's rope scaling is `{0}`, which the draft cannot take over: set draft.rope_scaling = \"none\"")]
+    #[error(
+        "the target's rope scaling is `{0}`, which the draft cannot take over: set draft.rope_scaling = \"none\""
+    )]
     RopeScaling(String),
     /// A weight is NaN or infinite.
     #[error("{}: {name} holds values that are not finite", path.display())]

@@ -90,14 +90,14 @@ impl TensorFile {
             TensorView::new(tensor.dtype, tensor.shape.clone(), &tensor.bytes)
                 .map(|view| (name.as_str(), view))
         });
-        let views: Vec<_> = views
-            .collect::<Result<_, _>>()
-            .map_err(|source| TensorFileError::Encode { source })?;
-        // The parser's own type wants a HashMap, whose order would change the bytes: at most one
-        // key is handed over, holding the rest as JSON.
-        let metadata = match self.metadata.is_empty() {
-            true => None,
-            false => Some(HashMap::from([(
+        let views: Vec<_> =
+            views.collect::<Result<_, _>>().map_err(|source| TensorFileError::Encode { source })?;
+        // The writer wants a HashMap, whose order would change the bytes from run to run: several
+        // keys are written as one that holds them as JSON.
+        let metadata = match self.metadata.len() {
+            0 => None,
+            1 => Some(self.metadata.clone().into_iter().collect()),
+            _ => Some(HashMap::from([(
                 "aerie".to_owned(),
                 serde_json::to_string(&self.metadata).unwrap_or_default(),
             )])),

@@ -76,12 +76,8 @@ impl<B: DraftOps> Eagle3Draft<B> {
         for step in &plan.steps {
             let previous = gather(hidden, step.from_previous.as_ref());
             let token = B::gather_rows(embed_tokens.clone(), &step.tokens);
-            let z = self.layer_step(
-                (token, previous),
-                step,
-                &table,
-                (&mut made, KeyPlace::NewStep),
-            );
+            let z =
+                self.layer_step((token, previous), step, &table, (&mut made, KeyPlace::NewStep));
             let output = B::rms_norm(z.clone(), self.norm.clone(), self.config.rms_norm_eps);
             hidden = if self.config.norm_output { output.clone() } else { z.clone() };
             layer_output.push(z);

@@ -90,7 +90,8 @@ impl VocabMap {
         let used: Vec<u32> =
             chosen.iter().enumerate().filter(|(_, c)| **c).map(|(id, _)| id as u32).collect();
         let inside: u64 = used.iter().map(|&id| counts.0[id as usize]).sum();
-        let coverage = if counts.total() == 0 { 1.0 } else { inside as f64 / counts.total() as f64 };
+        let coverage =
+            if counts.total() == 0 { 1.0 } else { inside as f64 / counts.total() as f64 };
         let digest = bind(&used, target, &counts.digest(), fingerprint);
         let map = Self { used, target_vocab_size: target, coverage, digest };
         map.check()?;
@@ -224,7 +225,9 @@ pub enum VocabError {
         target: usize,
     },
     /// An id the target does not have.
-    #[error("token id {id} is outside the target's vocabulary of {size}: the data set and the target do not belong together")]
+    #[error(
+        "token id {id} is outside the target's vocabulary of {size}: the data set and the target do not belong together"
+    )]
     IdOutside {
         /// The id.
         id: u32,
@@ -232,7 +235,9 @@ pub enum VocabError {
         size: usize,
     },
     /// More forced ids than places.
-    #[error("{forced} forced tokens do not fit a draft vocabulary of {draft}: raise draft_vocab_size")]
+    #[error(
+        "{forced} forced tokens do not fit a draft vocabulary of {draft}: raise draft_vocab_size"
+    )]
     TooManyForced {
         /// Number of forced ids given.
         forced: usize,
@@ -240,7 +245,9 @@ pub enum VocabError {
         draft: usize,
     },
     /// `draft + d2t[draft]` is no target id.
-    #[error("d2t[{draft}] is {offset}: it is an offset, so {draft} + {offset} must be a target id below {size}")]
+    #[error(
+        "d2t[{draft}] is {offset}: it is an offset, so {draft} + {offset} must be a target id below {size}"
+    )]
     Offset {
         /// Draft id.
         draft: usize,
@@ -250,7 +257,9 @@ pub enum VocabError {
         size: usize,
     },
     /// Two draft ids out of order or equal.
-    #[error("draft id {draft} means target id {id}, the one before it {before}: they must increase (was d2t stored as ids in place of offsets?)")]
+    #[error(
+        "draft id {draft} means target id {id}, the one before it {before}: they must increase (was d2t stored as ids in place of offsets?)"
+    )]
     NotIncreasing {
         /// The later draft id.
         draft: usize,

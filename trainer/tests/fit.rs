@@ -64,13 +64,18 @@ fn resume_is_exact(layout: Layout, accumulate: usize) {
     for k in [1, 2, report.steps / 2, report.steps - 1] {
         let out = dir.path().join(format!("resumed-{k}"));
         let resumed = FitConfig {
-            checkpoint: trainer::config::CheckpointSection { run_dir: out.clone(), ..straight.checkpoint.clone() },
+            checkpoint: trainer::config::CheckpointSection {
+                run_dir: out.clone(),
+                ..straight.checkpoint.clone()
+            },
             ..straight.clone()
         };
         // What a killed run leaves: its checkpoints up to k, and a log that goes further.
         let kept = RunDir::new(&out).checkpoint(k);
         std::fs::create_dir_all(&kept).unwrap();
-        for entry in std::fs::read_dir(RunDir::new(&straight.checkpoint.run_dir).checkpoint(k)).unwrap() {
+        for entry in
+            std::fs::read_dir(RunDir::new(&straight.checkpoint.run_dir).checkpoint(k)).unwrap()
+        {
             let entry = entry.unwrap();
             std::fs::copy(entry.path(), kept.join(entry.file_name())).unwrap();
         }
@@ -135,7 +140,8 @@ fn a_damaged_checkpoint_is_named_and_not_used() {
     let mut config = support::config(&data, &out);
     config.train.max_steps = 1;
     let checkpoint = run(&config, Start::Fresh).unwrap().checkpoint;
-    for name in ["weights.safetensors", "optimizer.safetensors", "vocab.safetensors", "state.json"] {
+    for name in ["weights.safetensors", "optimizer.safetensors", "vocab.safetensors", "state.json"]
+    {
         let path = checkpoint.join(name);
         let good = std::fs::read(&path).unwrap();
         let mut bad = good.clone();
@@ -170,7 +176,8 @@ fn order_is_a_function_of_seed_and_epoch_and_splits_are_disjoint() {
     let (small, large) = (dir.path().join("a"), dir.path().join("b"));
     support::dataset(&small, 40);
     support::dataset(&large, 60);
-    let (small, large) = (ManifestDataset::open(&small).unwrap(), ManifestDataset::open(&large).unwrap());
+    let (small, large) =
+        (ManifestDataset::open(&small).unwrap(), ManifestDataset::open(&large).unwrap());
     let ids = |set: &ManifestDataset, at: &[usize]| -> Vec<_> {
         at.iter().map(|&at| set.samples()[at].id).collect()
     };

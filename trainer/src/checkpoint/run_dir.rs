@@ -60,7 +60,8 @@ impl RunDir {
         let dir = self.checkpoints_dir();
         std::fs::create_dir_all(&dir).map_err(io(&dir))?;
         let path = self.root.join("LOCK");
-        let options = OpenOptions::new().read(true).write(true).create(true).truncate(false).clone();
+        let options =
+            OpenOptions::new().read(true).write(true).create(true).truncate(false).clone();
         let mut file = options.open(&path).map_err(io(&path))?;
         match file.try_lock() {
             Ok(()) => {}
@@ -74,7 +75,8 @@ impl RunDir {
             Err(TryLockError::Error(source)) => return Err(io(&path)(source)),
         }
         file.set_len(0).map_err(io(&path))?;
-        file.write_all(format!("process {}\n", std::process::id()).as_bytes()).map_err(io(&path))?;
+        file.write_all(format!("process {}\n", std::process::id()).as_bytes())
+            .map_err(io(&path))?;
         for entry in self.names()? {
             if entry.starts_with('.') && entry.ends_with(".tmp") {
                 let stale = dir.join(entry);

@@ -45,7 +45,10 @@ fn print(report: &FitReport, out: &mut dyn Write) -> std::io::Result<()> {
     let FitReport { steps, new_steps, tokens, seconds, samples: (train, held_out), .. } = report;
     writeln!(out, "samples            {train} trained on, {held_out} held out")?;
     writeln!(out, "draft vocabulary   covers {:.2} %", 100.0 * report.vocab_coverage)?;
-    writeln!(out, "steps              {steps} ({new_steps} now, {tokens} tokens in {seconds:.1} s)")?;
+    writeln!(
+        out,
+        "steps              {steps} ({new_steps} now, {tokens} tokens in {seconds:.1} s)"
+    )?;
     if let Some(length) = report.acceptance_length {
         writeln!(out, "acceptance length  {length:.3} (held out, teacher-forced, bonus included)")?;
     }

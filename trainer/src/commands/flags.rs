@@ -1,10 +1,16 @@
 //! One flag for every key of the configuration, from the table in `trainer::config::keys`.
 
 use std::path::PathBuf;
+use std::sync::LazyLock;
 
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
 use trainer::config::keys::{KEYS, Kind};
 use trainer::config::{ConfigError, Override, Resolved};
+
+/// Flag and heading of each key: clap keeps references for the whole run.
+static TEXTS: LazyLock<Vec<(String, String)>> = LazyLock::new(|| {
+    KEYS.iter().map(|key| (key.name.replace('_', "-"), format!("[{}]", key.section))).collect()
+});
 
 /// The configuration file and the flags given beside it.
 #[derive(Clone, Debug, Default)]
@@ -30,7 +36,8 @@ impl FromArgMatches for ConfigFlags {
 
     fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
         self.file = matches.get_one::<PathBuf>("config").cloned();
-        let given = |key| Some(Override { key, text: matches.get_one::<String>(key.name)?.clone() });
+        let given =
+            |key| Some(Override { key, text: matches.get_one::<String>(key.name)?.clone() });
         self.overrides = KEYS.iter().filter_map(given).collect();
         Ok(())
     }
@@ -43,11 +50,11 @@ impl Args for ConfigFlags {
             .value_name("FILE")
             .value_parser(clap::value_parser!(PathBuf))
             .help("TOML file with the keys below; flags win over it");
-        KEYS.iter().fold(command.arg(file), |command, key| {
+        KEYS.iter().zip(TEXTS.iter()).fold(command.arg(file), |command, (key, (flag, heading))| {
             let arg = Arg::new(key.name)
-                .long(key.name.replace('_', "-"))
+                .long(flag.as_str())
                 .help(key.help)
-                .help_heading(format!("[{}]", key.section));
+                .help_heading(heading.as_str());
             command.arg(match key.kind {
                 // `--fc-norm` alone means true, `--fc-norm false` turns it off again.
                 Kind::Bool => arg.value_name("BOOL").num_args(0..=1).default_missing_value("true"),

@@ -29,12 +29,7 @@ pub struct Key {
     pub may_change: bool,
 }
 
-const fn key(
-    section: &'static str,
-    name: &'static str,
-    kind: Kind,
-    help: &'static str,
-) -> Key {
+const fn key(section: &'static str, name: &'static str, kind: Kind, help: &'static str) -> Key {
     Key { section, name, kind, help, may_change: false }
 }
 

@@ -101,9 +101,8 @@ impl Resolved {
             }
         }
         for flag in flags {
-            let section = merged
-                .entry(flag.key.section)
-                .or_insert_with(|| Value::Table(Table::new()));
+            let section =
+                merged.entry(flag.key.section).or_insert_with(|| Value::Table(Table::new()));
             if let Value::Table(section) = section {
                 section.insert(flag.key.name.to_owned(), flag.value()?);
             }

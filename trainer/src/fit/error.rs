@@ -59,7 +59,9 @@ pub enum FitError {
     #[error(transparent)]
     Log(#[from] RunLogError),
     /// NaN or infinity before any update was made with it.
-    #[error("the loss is {loss} at step {step}, on samples {samples}: no update was made and no checkpoint written; audit the data set or lower train.lr")]
+    #[error(
+        "the loss is {loss} at step {step}, on samples {samples}: no update was made and no checkpoint written; audit the data set or lower train.lr"
+    )]
     LossNotFinite {
         /// Steps taken before.
         step: u64,
@@ -75,7 +77,9 @@ pub enum FitError {
         path: PathBuf,
     },
     /// A run continued on other data.
-    #[error("the data set's fingerprint is {current}, the run was started on {stored}: resume with the same data set, or start a new run_dir")]
+    #[error(
+        "the data set's fingerprint is {current}, the run was started on {stored}: resume with the same data set, or start a new run_dir"
+    )]
     OtherDataset {
         /// Digest in the checkpoint.
         stored: String,
@@ -83,7 +87,9 @@ pub enum FitError {
         current: String,
     },
     /// A run continued with another draft vocabulary.
-    #[error("the draft vocabulary's digest is {current}, the run was started with {stored}: samples were added or the split changed; start a new run_dir")]
+    #[error(
+        "the draft vocabulary's digest is {current}, the run was started with {stored}: samples were added or the split changed; start a new run_dir"
+    )]
     OtherVocab {
         /// Digest in the checkpoint.
         stored: String,

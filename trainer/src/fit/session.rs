@@ -67,8 +67,11 @@ where
         let vocab = build_vocab(&dataset, &split.train, &draft, (config, &head.config))?;
         tracing::info!(
             "{} samples to train on, {} held out; draft vocabulary {} of {} covers {:.2} % of the trained tokens",
-            split.train.len(), split.held_out.len(), vocab.draft_vocab_size(),
-            vocab.target_vocab_size(), 100.0 * vocab.coverage(),
+            split.train.len(),
+            split.held_out.len(),
+            vocab.draft_vocab_size(),
+            vocab.target_vocab_size(),
+            100.0 * vocab.coverage(),
         );
         let golden = golden(&dataset, &split, &head)?;
         let plan = loader_plan(config, &split);

@@ -11,30 +11,31 @@ use shared::{
 use trainer::config::FitConfig;
 use trainer::tensors::{HostTensor, TensorFile};
 
-pub const VOCAB: usize = 48;
-pub const HIDDEN: usize = 16;
-pub const LAYERS: usize = 4;
+pub(crate) const VOCAB: usize = 48;
+pub(crate) const HIDDEN: usize = 16;
+pub(crate) const LAYERS: usize = 4;
 
 /// Repeatable numbers.
-pub struct Random(pub u64);
+pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
-    pub fn next(&mut self) -> u32 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+    pub(crate) fn next(&mut self) -> u32 {
+        self.0 =
+            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 33) as u32
     }
 
-    pub fn below(&mut self, end: usize) -> usize {
+    pub(crate) fn below(&mut self, end: usize) -> usize {
         self.next() as usize % end
     }
 
-    pub fn real(&mut self) -> f32 {
+    pub(crate) fn real(&mut self) -> f32 {
         self.next() as f32 / (1u32 << 30) as f32 - 1.0
     }
 }
 
 /// Token embeddings, used as the target's head too.
-pub fn embeddings() -> Vec<f32> {
+pub(crate) fn embeddings() -> Vec<f32> {
     let mut random = Random(5);
     (0..VOCAB * HIDDEN).map(|_| random.real()).collect()
 }
@@ -52,7 +53,8 @@ fn text(random: &mut Random) -> Vec<u32> {
     let mut ids = vec![random.below(40) as u32];
     for _ in 0..random.below(24) + 12 {
         let last = ids[ids.len() - 1];
-        let next = if random.below(16) == 0 { random.below(40) as u32 } else { (last * 5 + 3) % 40 };
+        let next =
+            if random.below(16) == 0 { random.below(40) as u32 } else { (last * 5 + 3) % 40 };
         ids.push(next);
     }
     ids
@@ -67,7 +69,8 @@ fn sample(random: &mut Random, table: &[f32]) -> CapturedSample {
         let mut rows = Vec::new();
         for (at, &id) in ids.iter().enumerate() {
             // The last state points at the next token, the others at the present one.
-            let seen = if layer + 1 == LAYERS { ids.get(at + 1).copied().unwrap_or(id) } else { id };
+            let seen =
+                if layer + 1 == LAYERS { ids.get(at + 1).copied().unwrap_or(id) } else { id };
             rows.extend(row(seen).iter().map(|v| 3.0 * v + 0.05 * random.real()));
         }
         LayerState {
@@ -81,7 +84,7 @@ fn sample(random: &mut Random, table: &[f32]) -> CapturedSample {
 }
 
 /// Writes a data set of `samples` samples in shards of 16.
-pub fn dataset(dir: &Path, samples: usize) {
+pub(crate) fn dataset(dir: &Path, samples: usize) {
     let fingerprint = Fingerprint::default().with("target", "synthetic");
     let manifest = Manifest::open_for_write(dir, &fingerprint, &spec()).unwrap();
     let table = embeddings();
@@ -135,7 +138,7 @@ fn target(dir: &Path, table: &[f32]) {
 }
 
 /// Settings that finish in seconds.
-pub fn config(dataset: &Path, run_dir: &Path) -> FitConfig {
+pub(crate) fn config(dataset: &Path, run_dir: &Path) -> FitConfig {
     let mut config = FitConfig::default();
     config.data.dataset = dataset.to_owned();
     config.data.held_out = 0.2;
