@@ -26,6 +26,7 @@ enum Command {
     Evaluate(commands::evaluate::EvaluateArgs),
     Export(commands::export::ExportArgs),
     Check(commands::check::CheckArgs),
+    Bench(commands::bench::BenchArgs),
     Config(commands::config::ConfigArgs),
 }
 
@@ -38,6 +39,7 @@ fn main() -> ExitCode {
         Command::Evaluate(args) => commands::evaluate::run(args, &mut out),
         Command::Export(args) => commands::export::run(args, &mut out),
         Command::Check(args) => commands::check::run(args, &mut out),
+        Command::Bench(args) => commands::bench::run(args, &mut out),
         Command::Config(args) => commands::config::run(args, &mut out),
     };
     match outcome {

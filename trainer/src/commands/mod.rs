@@ -1,5 +1,6 @@
 //! The subcommands, and which exit code an error of theirs means.
 
+pub(crate) mod bench;
 pub(crate) mod check;
 pub(crate) mod config;
 pub(crate) mod evaluate;

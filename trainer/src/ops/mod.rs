@@ -3,13 +3,13 @@
 //! works; a device overrides what it does better. Knows nothing of steps or documents beyond the
 //! index lists it is given.
 
+mod cpu;
+mod flex;
 pub mod plain;
 
 use std::ops::Range;
 use std::sync::Arc;
 
-use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
-use burn::backend::{Autodiff, Flex};
 use burn::tensor::{Int, Tensor, TensorData, backend::Backend};
 
 use crate::losses::LossKind;
@@ -223,7 +223,3 @@ pub trait DraftOps: Backend {
         plain::adamw_step(state, gradient, step)
     }
 }
-
-impl DraftOps for Flex {}
-
-impl<C: CheckpointStrategy> DraftOps for Autodiff<Flex, C> {}
