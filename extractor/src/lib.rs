@@ -3,3 +3,5 @@
 
 pub mod batch;
 pub mod capture;
+pub mod golden;
+pub mod target;

@@ -1,9 +1,39 @@
 //! The target model: the frozen network whose hidden states are recorded.
 
+mod collective;
+mod config;
+mod cpu;
+mod error;
+mod experts;
+mod group;
+mod kv;
+mod model;
+mod ops;
+mod options;
+mod plan;
+mod ranks;
+mod spec;
+pub mod weights;
+
 use shared::LayerIndex;
 
+pub use self::error::TargetError;
+pub use self::group::{Probe, RankGroup};
+pub use self::model::{Stage, StageTimes, Wanted};
+pub use self::ops::RouterChoice;
+pub use self::options::{Device, EngineOptions};
+pub use self::plan::{ExpertPlan, RankPlan};
+pub use self::spec::{
+    AttentionSpec, GqaSpec, MlaSpec, MoeSpec, QaNormEps, RopeScaling, RopeSpec, TargetSpec,
+    YarnSpec,
+};
 use crate::batch::TokenBatch;
 use crate::capture::Capture;
+
+/// Opens the model of a checkpoint directory and starts its ranks.
+pub fn open(options: &EngineOptions) -> Result<Box<dyn TargetModel>, TargetError> {
+    Ok(Box::new(RankGroup::open(options)?))
+}
 
 /// Identifies a KV cache that a target holds between calls of [`TargetModel::extend`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -21,7 +51,7 @@ pub struct Extension {
 /// The frozen model, as the pipeline sees it.
 pub trait TargetModel: Send {
     /// Dimensions and names of the model.
-    fn spec(&self) -> &spec::TargetSpec;
+    fn spec(&self) -> &TargetSpec;
 
     /// Runs every sample of the batch through the model, each attending only to itself, and
     /// returns the states of the requested layers in batch order.

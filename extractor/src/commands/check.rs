@@ -1,0 +1,78 @@
+//! `extractor check`: compares the engine with expected values of another implementation.
+
+use std::io::Write;
+use std::path::PathBuf;
+
+use extractor::golden::{Golden, GoldenReport, LOGIT_NEAR_TIE, ROUTER_NEAR_TIE};
+use extractor::target::{Device, EngineOptions, QaNormEps, RankGroup};
+
+/// Arguments of `extractor check`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct CheckArgs {
+    /// Directory of the model: config.json and safetensors files.
+    #[arg(long)]
+    model: PathBuf,
+    /// Safetensors file with expected states (PROMPT.input_ids, PROMPT.h_k, ...).
+    #[arg(long)]
+    golden: PathBuf,
+    /// Ranks of tensor parallelism.
+    #[arg(long, default_value_t = 1)]
+    tp: usize,
+    /// Where to compute: cpu or cuda.
+    #[arg(long, default_value_t)]
+    device: Device,
+    /// Epsilon of the MLA latent norms: hf (1e-6) or config; must be that of the golden file.
+    #[arg(long, default_value_t = QaNormEps::Hf)]
+    qa_norm_eps: QaNormEps,
+    /// Largest difference that passes, in units of each tensor's rms.
+    #[arg(long, default_value_t = 1e-3)]
+    tolerance: f64,
+}
+
+/// Prints the differences; false if one is above the tolerance or a choice differs.
+pub(crate) fn run(args: &CheckArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
+    let golden = Golden::read(&args.golden, args.qa_norm_eps)?;
+    let mut target = RankGroup::open(&EngineOptions {
+        device: args.device,
+        tp: args.tp,
+        qa_norm_eps: args.qa_norm_eps,
+        ..EngineOptions::new(&args.model)
+    })?;
+    let report = golden.compare(&mut target)?;
+    print(&report, args.tolerance, out)?;
+    Ok(report.agrees(args.tolerance))
+}
+
+fn print(report: &GoldenReport, tolerance: f64, out: &mut dyn Write) -> std::io::Result<()> {
+    let width = report.differences.iter().map(|d| d.tensor.len()).max().unwrap_or(0).max(6);
+    let header = ("tensor", "values", "max abs diff", "rms", "diff / rms");
+    let (tensor, values, apart, rms, relative) = header;
+    writeln!(out, "{tensor:width$}  {values:>8}  {apart:>12}  {rms:>10}  {relative:>10}")?;
+    for difference in &report.differences {
+        let (values, apart, rms) = (difference.count, difference.max_abs, difference.rms);
+        let relative = difference.relative();
+        let mark = if relative < tolerance { "" } else { "  ABOVE TOLERANCE" };
+        let tensor = &difference.tensor;
+        writeln!(
+            out,
+            "{tensor:width$}  {values:>8}  {apart:>12.3e}  {rms:>10.3e}  {relative:>10.3e}{mark}"
+        )?;
+    }
+    writeln!(
+        out,
+        "experts: {} choices, {} differ, {} near ties (margin < {ROUTER_NEAR_TIE:e}) left out",
+        report.routed,
+        report.misrouted.len(),
+        report.routed_near_ties
+    )?;
+    writeln!(
+        out,
+        "greedy:  {} tokens agree, {} continuations differ (margin >= {LOGIT_NEAR_TIE:e})",
+        report.greedy,
+        report.greedy_wrong.len()
+    )?;
+    for place in report.misrouted.iter().chain(&report.greedy_wrong) {
+        writeln!(out, "differs: {place}")?;
+    }
+    writeln!(out, "worst:   {:.3e} (tolerance {tolerance:e})", report.worst())
+}

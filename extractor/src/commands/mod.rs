@@ -1,0 +1,4 @@
+//! The subcommands of `extractor`, one a file.
+
+pub(crate) mod bench;
+pub(crate) mod check;

@@ -1,0 +1,365 @@
+//! The device functions on the CPU, over the `kernels` crate, in f32. Knows nothing of ranks; it is
+//! run inside the rank's own rayon pool and uses as many threads as it is told.
+
+use std::ops::Range;
+
+use kernels::attention::{self, AttentionShape, HeadShape};
+use kernels::gemm::{GemmDims, matmul_nt};
+use kernels::rope::{RopeAngles, RopeLayout, RopeTable, YarnParams};
+use kernels::router::{RouterRule, Routing, route_top_k};
+use kernels::{Threads, activation, norm};
+use rayon::prelude::*;
+
+use super::error::TargetError;
+use super::experts::ExpertScratch;
+use super::ops::{AttentionDims, HeldExperts, LatentDims, Ops, RouteRule, RouterChoice, Write};
+use super::spec::{RopeScaling, RopeSpec};
+use super::weights::{Checkpoint, Slice};
+
+/// Rows that one task of an element-wise function takes.
+const ROWS_PER_TASK: usize = 16;
+
+/// Device functions on the CPU.
+#[derive(Debug)]
+pub(super) struct CpuOps {
+    threads: Threads,
+    scratch: ExpertScratch,
+}
+
+/// A weight matrix in f32, row-major [out, in].
+#[derive(Clone, Debug)]
+pub(super) struct CpuLinear {
+    pub(super) values: Vec<f32>,
+    pub(super) out: usize,
+    pub(super) input: usize,
+}
+
+/// Rotary angles, cut into the row blocks that tasks work on.
+#[derive(Debug)]
+pub(super) struct CpuRope {
+    blocks: Vec<RopeAngles>,
+    dim: usize,
+    rows: usize,
+    interleaved: bool,
+}
+
+/// Experts chosen for the rows of one forward.
+#[derive(Debug)]
+pub(super) struct CpuRouting {
+    pub(super) top_k: usize,
+    pub(super) choice: RouterChoice,
+}
+
+impl CpuOps {
+    /// Functions that use `threads` threads of the current rayon pool.
+    pub(super) fn new(threads: usize) -> Self {
+        Self { threads: Threads(threads.max(1)), scratch: ExpertScratch::default() }
+    }
+
+    /// Runs `task` on the row blocks of `out` with the number of the first row.
+    fn for_rows(
+        &self,
+        out: &mut [f32],
+        width: usize,
+        task: impl Fn(usize, &mut [f32]) + Sync + Send,
+    ) {
+        for_rows(self.threads, out, width, task);
+    }
+}
+
+/// Runs `task` on blocks of rows of `out`, with the number of the first row of each.
+pub(super) fn for_rows(
+    threads: Threads,
+    out: &mut [f32],
+    width: usize,
+    task: impl Fn(usize, &mut [f32]) + Sync + Send,
+) {
+    if out.is_empty() || width == 0 {
+        return;
+    }
+    if threads.0 == 1 || out.len() <= ROWS_PER_TASK * width {
+        return task(0, out);
+    }
+    let blocks = out.par_chunks_mut(ROWS_PER_TASK * width).enumerate();
+    blocks.for_each(|(block, rows)| task(block * ROWS_PER_TASK, rows));
+}
+
+impl CpuLinear {
+    /// `out = x weight^T` or `out +=`, over whole rows.
+    pub(super) fn apply(&self, out: &mut [f32], x: &[f32], write: Write, threads: Threads) {
+        let dims = GemmDims { m: x.len() / self.input, n: self.out, k: self.input };
+        matmul_nt(out, x, &self.values, dims, write == Write::Add, threads);
+    }
+}
+
+impl Ops for CpuOps {
+    type Buffer = Vec<f32>;
+    type Linear = CpuLinear;
+    type Rope = CpuRope;
+    type Routing = CpuRouting;
+
+    fn buffer(&mut self) -> Vec<f32> {
+        Vec::new()
+    }
+
+    fn len(&self, buffer: &Vec<f32>) -> usize {
+        buffer.len()
+    }
+
+    fn download(
+        &mut self,
+        buffer: &Vec<f32>,
+        range: Range<usize>,
+    ) -> Result<Vec<f32>, TargetError> {
+        Ok(buffer[range].to_vec())
+    }
+
+    fn load_linear(
+        &mut self,
+        checkpoint: &Checkpoint,
+        name: &str,
+        dims: [usize; 2],
+        slice: &Slice,
+    ) -> Result<CpuLinear, TargetError> {
+        let values = checkpoint.linear(name, dims, slice)?;
+        Ok(CpuLinear { values, out: slice.rows.len(), input: slice.cols.len() })
+    }
+
+    fn load_vector(
+        &mut self,
+        checkpoint: &Checkpoint,
+        name: &str,
+        len: usize,
+        range: Range<usize>,
+    ) -> Result<Vec<f32>, TargetError> {
+        let mut values = checkpoint.tensor(name, &[len])?;
+        values.truncate(range.end);
+        values.drain(..range.start);
+        Ok(values)
+    }
+
+    fn rope_angles(&mut self, spec: &RopeSpec, positions: &[u32]) -> Result<CpuRope, TargetError> {
+        let yarn = match &spec.scaling {
+            RopeScaling::None => None,
+            RopeScaling::Yarn(yarn) => Some(YarnParams {
+                factor: yarn.factor,
+                original_max_positions: yarn.original_max_position_embeddings,
+                beta_fast: yarn.beta_fast,
+                beta_slow: yarn.beta_slow,
+            }),
+        };
+        let table = RopeTable::new(spec.dim, spec.theta, yarn.as_ref());
+        let blocks = positions.chunks(ROWS_PER_TASK).map(|block| table.angles(block)).collect();
+        let (dim, interleaved) = (spec.dim, spec.interleaved);
+        Ok(CpuRope { blocks, dim, rows: positions.len(), interleaved })
+    }
+
+    fn embed(
+        &mut self,
+        out: &mut Vec<f32>,
+        table: &CpuLinear,
+        ids: &[u32],
+        first: usize,
+    ) -> Result<(), TargetError> {
+        let width = table.input;
+        out.resize(ids.len() * width, 0.0);
+        self.for_rows(out, width, |row, out| {
+            for (out, &id) in out.chunks_exact_mut(width).zip(&ids[row..]) {
+                let found = (id as usize).checked_sub(first).filter(|&row| row < table.out);
+                match found {
+                    Some(row) => out.copy_from_slice(&table.values[row * width..][..width]),
+                    None => out.fill(0.0),
+                }
+            }
+        });
+        Ok(())
+    }
+
+    fn rms_norm(
+        &mut self,
+        out: &mut Vec<f32>,
+        x: &Vec<f32>,
+        weight: &Vec<f32>,
+        eps: f32,
+    ) -> Result<(), TargetError> {
+        let width = weight.len();
+        out.resize(x.len(), 0.0);
+        self.for_rows(out, width, |row, out| {
+            norm::rms_norm(out, &x[row * width..][..out.len()], weight, eps);
+        });
+        Ok(())
+    }
+
+    fn matmul(
+        &mut self,
+        out: &mut Vec<f32>,
+        x: &Vec<f32>,
+        weight: &CpuLinear,
+        write: Write,
+    ) -> Result<(), TargetError> {
+        if write == Write::Set {
+            out.resize(x.len() / weight.input * weight.out, 0.0);
+        }
+        weight.apply(out, x, write, self.threads);
+        Ok(())
+    }
+
+    fn repeat_row(
+        &mut self,
+        out: &mut Vec<f32>,
+        row: &Vec<f32>,
+        rows: usize,
+    ) -> Result<(), TargetError> {
+        out.clear();
+        (0..rows).for_each(|_| out.extend_from_slice(row));
+        Ok(())
+    }
+
+    fn zeros(&mut self, out: &mut Vec<f32>, len: usize) -> Result<(), TargetError> {
+        out.clear();
+        out.resize(len, 0.0);
+        Ok(())
+    }
+
+    fn add(&mut self, x: &mut Vec<f32>, y: &Vec<f32>) -> Result<(), TargetError> {
+        self.for_rows(x, 64, |row, x| {
+            x.iter_mut().zip(&y[row * 64..]).for_each(|(x, y)| *x += y);
+        });
+        Ok(())
+    }
+
+    fn silu_mul(&mut self, gate: &mut Vec<f32>, up: &Vec<f32>) -> Result<(), TargetError> {
+        self.for_rows(gate, 512, |row, gate| {
+            activation::silu_mul(gate, &up[row * 512..][..gate.len()]);
+        });
+        Ok(())
+    }
+
+    fn rope(
+        &mut self,
+        x: &mut Vec<f32>,
+        angles: &CpuRope,
+        head_dim: usize,
+    ) -> Result<(), TargetError> {
+        if angles.rows == 0 {
+            return Ok(());
+        }
+        let width = x.len() / angles.rows;
+        let layout = RopeLayout::packed(width / head_dim, head_dim, head_dim - angles.dim);
+        let interleaved = angles.interleaved;
+        let task = |(x, block): (&mut [f32], &RopeAngles)| match interleaved {
+            true => block.rotate_interleaved(x, layout),
+            false => block.rotate_half(x, layout),
+        };
+        if self.threads.0 == 1 {
+            x.chunks_mut(ROWS_PER_TASK * width).zip(&angles.blocks).for_each(task);
+        } else {
+            x.par_chunks_mut(ROWS_PER_TASK * width).zip(&angles.blocks).for_each(task);
+        }
+        Ok(())
+    }
+
+    fn expand_latent(
+        &mut self,
+        (keys, values): (&mut Vec<f32>, &mut Vec<f32>),
+        kv: &Vec<f32>,
+        k_pe: &Vec<f32>,
+        dims: &LatentDims,
+    ) -> Result<(), TargetError> {
+        let LatentDims { heads, nope, rope, v } = *dims;
+        let rows = k_pe.len() / rope;
+        keys.resize(rows * heads * (nope + rope), 0.0);
+        values.resize(rows * heads * v, 0.0);
+        let source = heads * (nope + v);
+        self.for_rows(keys, heads * (nope + rope), |row, keys| {
+            for (head, key) in keys.chunks_exact_mut(nope + rope).enumerate() {
+                let row = row + head / heads;
+                let (plain, rotated) = key.split_at_mut(nope);
+                plain.copy_from_slice(&kv[row * source + head % heads * (nope + v)..][..nope]);
+                rotated.copy_from_slice(&k_pe[row * rope..][..rope]);
+            }
+        });
+        self.for_rows(values, heads * v, |row, values| {
+            for (head, value) in values.chunks_exact_mut(v).enumerate() {
+                let start = (row + head / heads) * source + head % heads * (nope + v) + nope;
+                value.copy_from_slice(&kv[start..][..v]);
+            }
+        });
+        Ok(())
+    }
+
+    fn append(
+        &mut self,
+        cache: &mut Vec<f32>,
+        kept: usize,
+        fresh: &Vec<f32>,
+    ) -> Result<(), TargetError> {
+        cache.truncate(kept);
+        cache.extend_from_slice(fresh);
+        Ok(())
+    }
+
+    fn attention(
+        &mut self,
+        out: &mut Vec<f32>,
+        [q, k, v]: [&Vec<f32>; 3],
+        dims: &AttentionDims<'_>,
+    ) -> Result<(), TargetError> {
+        let tokens = dims.cu_seqlens.last().copied().unwrap_or(0);
+        out.resize(tokens * dims.heads * dims.v_dim, 0.0);
+        let heads = HeadShape {
+            q_heads: dims.heads,
+            kv_heads: dims.kv_heads,
+            qk_dim: dims.qk_dim,
+            v_dim: dims.v_dim,
+            scale: dims.scale,
+        };
+        let packed = AttentionShape::packed(dims.cu_seqlens, heads, self.threads);
+        attention::causal(out, q, k, v, AttentionShape { cached: dims.cached, ..packed });
+        Ok(())
+    }
+
+    fn route(
+        &mut self,
+        logits: &Vec<f32>,
+        bias: &Vec<f32>,
+        rule: &RouteRule,
+    ) -> Result<CpuRouting, TargetError> {
+        let rule = RouterRule {
+            top_k: rule.top_k,
+            groups: rule.num_groups,
+            kept_groups: rule.topk_group,
+            bias,
+            normalise: rule.normalise,
+            scale: rule.scale,
+        };
+        let block = ROWS_PER_TASK * bias.len();
+        let parts: Vec<Routing> = if self.threads.0 == 1 {
+            vec![route_top_k(logits, &rule)]
+        } else {
+            logits.par_chunks(block).map(|logits| route_top_k(logits, &rule)).collect()
+        };
+        let mut choice = RouterChoice::default();
+        for part in parts {
+            choice.indices.extend(part.indices);
+            choice.weights.extend(part.weights);
+            choice.margins.extend(part.margins);
+        }
+        Ok(CpuRouting { top_k: rule.top_k, choice })
+    }
+
+    fn routing_to_host(&mut self, routing: &CpuRouting) -> Result<RouterChoice, TargetError> {
+        Ok(routing.choice.clone())
+    }
+
+    fn experts(
+        &mut self,
+        out: &mut Vec<f32>,
+        x: &Vec<f32>,
+        routing: &CpuRouting,
+        held: &HeldExperts<CpuLinear>,
+    ) -> Result<(), TargetError> {
+        self.scratch.run((out, x), routing, held, self.threads);
+        Ok(())
+    }
+}

@@ -1,0 +1,201 @@
+//! What can go wrong in the target engine. Knows nothing of command lines; exit codes are a number.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use shared::LayerIndex;
+use thiserror::Error;
+
+use super::weights::WeightsError;
+
+/// An error of the target engine. See [`TargetError::exit_code`].
+#[derive(Debug, Error)]
+pub enum TargetError {
+    /// `config.json` could not be read.
+    #[error(
+        "{path}: the model configuration cannot be read; --model must name a directory that holds config.json"
+    )]
+    ConfigRead {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        #[source]
+        source: std::io::Error,
+    },
+    /// `config.json` is not a JSON object.
+    #[error("{path}: not a JSON object; a Hugging Face config.json is expected")]
+    ConfigJson {
+        /// The file.
+        path: PathBuf,
+        /// Where parsing stopped.
+        #[source]
+        source: serde_json::Error,
+    },
+    /// An architecture this engine does not know.
+    #[error("model_type `{model_type}` is not supported; supported are {supported}")]
+    UnsupportedModel {
+        /// What the configuration says.
+        model_type: String,
+        /// The known ones, comma separated.
+        supported: String,
+    },
+    /// A field of the configuration is missing, out of range or contradicts another.
+    #[error("config.json: `{field}` {problem}")]
+    ConfigField {
+        /// Dotted name of the field.
+        field: String,
+        /// What was expected and what came.
+        problem: String,
+    },
+    /// The model cannot be split over that many ranks.
+    #[error("{count} {what} cannot be split over --tp {tp}; use a --tp that divides {count}")]
+    Split {
+        /// Requested ranks.
+        tp: usize,
+        /// What has to be split.
+        what: &'static str,
+        /// How many there are.
+        count: usize,
+    },
+    /// An option outside its range.
+    #[error("{option} is {value}: {expected}")]
+    Option {
+        /// Name of the option.
+        option: &'static str,
+        /// What came.
+        value: String,
+        /// What is allowed.
+        expected: &'static str,
+    },
+    /// The checkpoint is unreadable, incomplete or of another shape than the configuration.
+    #[error(transparent)]
+    Weights(#[from] WeightsError),
+    /// The device is missing or not usable.
+    #[error("device {device} is not available: {reason}")]
+    Device {
+        /// The device asked for.
+        device: &'static str,
+        /// Why, and what to do.
+        reason: String,
+    },
+    /// A token id the model has no embedding for.
+    #[error(
+        "token id {id} at position {position}: the vocabulary has {vocab_size} ids; tokenizer and model do not belong together"
+    )]
+    TokenId {
+        /// Position in the packed batch.
+        position: usize,
+        /// The id.
+        id: u32,
+        /// Ids below this are valid.
+        vocab_size: usize,
+    },
+    /// A layer the model does not have.
+    #[error("layer {layer} was requested, but the model has layers 0 to {last}")]
+    Layer {
+        /// The request.
+        layer: LayerIndex,
+        /// Highest valid layer.
+        last: usize,
+    },
+    /// More tokens of a cache were to be kept than it holds.
+    #[error("cache {cache} holds {held} tokens, {keep} were to be kept")]
+    Cache {
+        /// The cache.
+        cache: u64,
+        /// Tokens in it.
+        held: usize,
+        /// Tokens to keep.
+        keep: usize,
+    },
+    /// A forward without tokens.
+    #[error("the batch has no tokens")]
+    EmptyBatch,
+    /// A sequence is longer than the positions of the model.
+    #[error(
+        "a sequence of {tokens} tokens exceeds max_position_embeddings {limit}; cut or drop it"
+    )]
+    TooLong {
+        /// Tokens in the sequence.
+        tokens: usize,
+        /// Positions the model has.
+        limit: usize,
+    },
+    /// A rank panicked.
+    #[error("rank {rank} panicked: {message}")]
+    RankPanicked {
+        /// Which rank.
+        rank: usize,
+        /// Text of the panic.
+        message: String,
+    },
+    /// A rank's thread could not be started.
+    #[error("no thread could be started for rank {rank}")]
+    RankThread {
+        /// Which rank.
+        rank: usize,
+        /// What the system said.
+        #[source]
+        source: std::io::Error,
+    },
+    /// This rank stopped because another one did.
+    #[error("the collective was ended: {reason}")]
+    CollectiveEnded {
+        /// What the rank that ended it said.
+        reason: String,
+    },
+    /// A batch took longer than its deadline.
+    #[error("no answer from ranks {waiting:?} within {}; raise the deadline or send smaller batches", seconds(*.limit))]
+    Deadline {
+        /// Ranks that have not answered.
+        waiting: Vec<usize>,
+        /// The deadline of a batch.
+        limit: Duration,
+    },
+    /// The ranks were ended by an earlier error.
+    #[error("the ranks of this target ended after an earlier error; open it again")]
+    GroupEnded,
+    /// Ranks disagree, or a reply has another shape than was asked for.
+    #[error("rank {rank} answered {found}, {expected} was expected; this is a bug in the engine")]
+    Reply {
+        /// Which rank.
+        rank: usize,
+        /// Shape or kind that came.
+        found: String,
+        /// Shape or kind that was expected.
+        expected: String,
+    },
+}
+
+fn seconds(limit: Duration) -> String {
+    format!("{:.1} s", limit.as_secs_f64())
+}
+
+impl TargetError {
+    /// Process exit code: 65 bad data, 69 device missing, 70 bug, 74 I/O, 75 try again, 78 config.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::ConfigRead { .. } => 74,
+            Self::Weights(error) => error.exit_code(),
+            Self::ConfigJson { .. }
+            | Self::UnsupportedModel { .. }
+            | Self::ConfigField { .. }
+            | Self::TokenId { .. }
+            | Self::EmptyBatch
+            | Self::TooLong { .. } => 65,
+            Self::Device { .. } => 69,
+            Self::Split { .. } | Self::Option { .. } | Self::Layer { .. } => 78,
+            Self::Deadline { .. } | Self::RankThread { .. } => 75,
+            Self::Cache { .. }
+            | Self::RankPanicked { .. }
+            | Self::CollectiveEnded { .. }
+            | Self::GroupEnded
+            | Self::Reply { .. } => 70,
+        }
+    }
+
+    /// True where this error only says that another rank failed first.
+    pub(crate) fn is_consequence(&self) -> bool {
+        matches!(self, Self::CollectiveEnded { .. })
+    }
+}

@@ -1,0 +1,71 @@
+//! Mixture of experts: a sigmoid router with a selection bias, routed and shared experts. Knows
+//! nothing of how a device groups rows by expert.
+
+use super::load::Loader;
+use super::mlp::Mlp;
+use super::step::{Stage, Step, Work};
+use crate::target::error::TargetError;
+use crate::target::ops::{HeldExperts, Ops, RouteRule, Write};
+use crate::target::spec::MoeSpec;
+
+pub(super) struct Moe<O: Ops> {
+    router: O::Linear,
+    bias: O::Buffer,
+    rule: RouteRule,
+    held: HeldExperts<O::Linear>,
+    shared: Option<Mlp<O>>,
+}
+
+impl<O: Ops> Moe<O> {
+    pub(super) fn load(
+        loader: &mut Loader<'_, O>,
+        moe: &MoeSpec,
+        prefix: &str,
+    ) -> Result<Self, TargetError> {
+        let dims = [moe.num_experts, loader.spec.hidden_size];
+        let bias = format!("{prefix}.gate.e_score_correction_bias");
+        let columns = loader.plan.expert_columns.clone();
+        let experts = loader
+            .plan
+            .experts
+            .clone()
+            .map(|index| {
+                let name = format!("{prefix}.experts.{index}");
+                loader.mlp(&name, moe.intermediate_size, columns.clone())
+            })
+            .collect::<Result<_, _>>()?;
+        let shared = match moe.num_shared_experts * moe.intermediate_size {
+            0 => None,
+            width => Some(Mlp::load_shared(loader, &format!("{prefix}.shared_experts"), width)?),
+        };
+        Ok(Self {
+            router: loader.whole(&format!("{prefix}.gate"), dims)?,
+            bias: loader.vector(&bias, moe.num_experts)?,
+            rule: RouteRule {
+                num_experts: moe.num_experts,
+                top_k: moe.top_k,
+                num_groups: moe.num_groups,
+                topk_group: moe.topk_group,
+                normalise: moe.norm_topk_prob,
+                scale: moe.routed_scaling_factor,
+            },
+            held: HeldExperts { first: loader.plan.experts.start, experts },
+            shared,
+        })
+    }
+
+    /// Adds routed and shared experts of `work.normed` to the residual stream's sum; the caller
+    /// settles it. Returns the choice of experts.
+    pub(super) fn forward(&self, step: &mut Step<'_, O>) -> Result<O::Routing, TargetError> {
+        let Work { normed, logits, .. } = &mut *step.work;
+        step.ops.matmul(logits, normed, &self.router, Write::Set)?;
+        let routing = step.ops.route(logits, &self.bias, &self.rule)?;
+        step.clock.lap(Stage::Experts);
+        if let Some(shared) = &self.shared {
+            shared.forward(step)?;
+        }
+        step.add_experts(&routing, &self.held)?;
+        step.clock.lap(Stage::Experts);
+        Ok(routing)
+    }
+}

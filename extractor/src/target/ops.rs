@@ -1,0 +1,251 @@
+//! The device functions a model is made of. Knows nothing of layers, ranks or requests.
+
+use std::ops::Range;
+
+use super::error::TargetError;
+use super::spec::RopeSpec;
+use super::weights::{Checkpoint, Slice};
+
+/// The device functions of one rank. Buffers live on the device between calls; lengths are in
+/// values, row-major. `out` buffers are resized by the function that writes them and never alias
+/// its inputs.
+///
+/// Preconditions on lengths are the caller's: they are checked with the plan when a model is
+/// built, so a violation is a bug and may panic.
+pub(super) trait Ops: Send {
+    /// Values on the device.
+    type Buffer: Send;
+    /// A weight matrix [out, in] in the form the device multiplies with.
+    type Linear: Send;
+    /// Rotary angles of the positions of one forward.
+    type Rope: Send;
+    /// Experts chosen for the rows of one forward.
+    type Routing: Send;
+
+    /// An empty buffer.
+    fn buffer(&mut self) -> Self::Buffer;
+
+    /// Values in a buffer.
+    fn len(&self, buffer: &Self::Buffer) -> usize;
+
+    /// Copies `range` of a buffer to the host.
+    fn download(
+        &mut self,
+        buffer: &Self::Buffer,
+        range: Range<usize>,
+    ) -> Result<Vec<f32>, TargetError>;
+
+    /// Reads this rank's slice of a weight matrix whose whole is `dims` = [out, in].
+    fn load_linear(
+        &mut self,
+        checkpoint: &Checkpoint,
+        name: &str,
+        dims: [usize; 2],
+        slice: &Slice,
+    ) -> Result<Self::Linear, TargetError>;
+
+    /// Reads `range` of a vector (norm weight, bias) of `len` values.
+    fn load_vector(
+        &mut self,
+        checkpoint: &Checkpoint,
+        name: &str,
+        len: usize,
+        range: Range<usize>,
+    ) -> Result<Self::Buffer, TargetError>;
+
+    /// Angles for `positions`, one a row.
+    fn rope_angles(
+        &mut self,
+        spec: &RopeSpec,
+        positions: &[u32],
+    ) -> Result<Self::Rope, TargetError>;
+
+    /// `out[r] = table[ids[r] - first]`, or zeros where the id is outside the table: the table may
+    /// be a slice of the vocabulary that starts at `first`.
+    fn embed(
+        &mut self,
+        out: &mut Self::Buffer,
+        table: &Self::Linear,
+        ids: &[u32],
+        first: usize,
+    ) -> Result<(), TargetError>;
+
+    /// `out = weight * x / rms(x)` over rows as wide as `weight`.
+    fn rms_norm(
+        &mut self,
+        out: &mut Self::Buffer,
+        x: &Self::Buffer,
+        weight: &Self::Buffer,
+        eps: f32,
+    ) -> Result<(), TargetError>;
+
+    /// `out = x weight^T`, or `out += x weight^T`; x is [rows, in].
+    fn matmul(
+        &mut self,
+        out: &mut Self::Buffer,
+        x: &Self::Buffer,
+        weight: &Self::Linear,
+        write: Write,
+    ) -> Result<(), TargetError>;
+
+    /// `out = ` `row` repeated `rows` times.
+    fn repeat_row(
+        &mut self,
+        out: &mut Self::Buffer,
+        row: &Self::Buffer,
+        rows: usize,
+    ) -> Result<(), TargetError>;
+
+    /// Sets `len` values to zero.
+    fn zeros(&mut self, out: &mut Self::Buffer, len: usize) -> Result<(), TargetError>;
+
+    /// `x += y`.
+    fn add(&mut self, x: &mut Self::Buffer, y: &Self::Buffer) -> Result<(), TargetError>;
+
+    /// `gate = silu(gate) * up`.
+    fn silu_mul(&mut self, gate: &mut Self::Buffer, up: &Self::Buffer) -> Result<(), TargetError>;
+
+    /// Rotates, in every head of width `head_dim`, the last values that the angles cover.
+    fn rope(
+        &mut self,
+        x: &mut Self::Buffer,
+        angles: &Self::Rope,
+        head_dim: usize,
+    ) -> Result<(), TargetError>;
+
+    /// Splits `kv` [rows, heads, nope + v] into keys [rows, heads, nope + rope], of which the last
+    /// part is `k_pe` [rows, rope] in every head, and values [rows, heads, v].
+    fn expand_latent(
+        &mut self,
+        keys_values: (&mut Self::Buffer, &mut Self::Buffer),
+        kv: &Self::Buffer,
+        k_pe: &Self::Buffer,
+        dims: &LatentDims,
+    ) -> Result<(), TargetError>;
+
+    /// Cuts `cache` to `kept` values and appends `fresh`.
+    fn append(
+        &mut self,
+        cache: &mut Self::Buffer,
+        kept: usize,
+        fresh: &Self::Buffer,
+    ) -> Result<(), TargetError>;
+
+    /// Causal attention of packed sequences; where a sequence has more keys than queries, the
+    /// queries are its last positions. Never holds a [queries, keys] matrix.
+    fn attention(
+        &mut self,
+        out: &mut Self::Buffer,
+        qkv: [&Self::Buffer; 3],
+        dims: &AttentionDims<'_>,
+    ) -> Result<(), TargetError>;
+
+    /// Chooses experts from router `logits` [rows, experts].
+    fn route(
+        &mut self,
+        logits: &Self::Buffer,
+        bias: &Self::Buffer,
+        rule: &RouteRule,
+    ) -> Result<Self::Routing, TargetError>;
+
+    /// The choice of [`Ops::route`], on the host.
+    fn routing_to_host(&mut self, routing: &Self::Routing) -> Result<RouterChoice, TargetError>;
+
+    /// `out += sum over chosen experts of weight * expert(x)`, for the experts `first..` held here.
+    fn experts(
+        &mut self,
+        out: &mut Self::Buffer,
+        x: &Self::Buffer,
+        routing: &Self::Routing,
+        held: &HeldExperts<Self::Linear>,
+    ) -> Result<(), TargetError>;
+}
+
+/// What a product does with its output.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Write {
+    /// Overwrites it.
+    Set,
+    /// Adds to it.
+    Add,
+}
+
+/// Widths of multi-head latent attention on one rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct LatentDims {
+    /// Heads of this rank.
+    pub heads: usize,
+    /// Unrotated width of a key.
+    pub nope: usize,
+    /// Rotated width of a key.
+    pub rope: usize,
+    /// Width of a value.
+    pub v: usize,
+}
+
+/// Shape of one attention call.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct AttentionDims<'a> {
+    /// Start of each sequence in the query rows, and the total.
+    pub cu_seqlens: &'a [usize],
+    /// Keys of each sequence that precede those of its queries; empty where none has any.
+    pub cached: &'a [usize],
+    /// Query heads.
+    pub heads: usize,
+    /// Key and value heads.
+    pub kv_heads: usize,
+    /// Width of a query or key head.
+    pub qk_dim: usize,
+    /// Width of a value head.
+    pub v_dim: usize,
+    /// Multiplier of the scores.
+    pub scale: f32,
+}
+
+/// How experts are chosen.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct RouteRule {
+    /// Routed experts of the whole model.
+    pub num_experts: usize,
+    /// Experts a row.
+    pub top_k: usize,
+    /// Groups of experts.
+    pub num_groups: usize,
+    /// Groups kept.
+    pub topk_group: usize,
+    /// Weights are divided by their sum.
+    pub normalise: bool,
+    /// Multiplier of the weights.
+    pub scale: f32,
+}
+
+/// Experts chosen by one router, on the host.
+#[derive(Clone, Debug, PartialEq, Default)]
+pub struct RouterChoice {
+    /// [rows, top_k] expert indices, best selection score first.
+    pub indices: Vec<u32>,
+    /// [rows, top_k] weights.
+    pub weights: Vec<f32>,
+    /// [rows] selection score of the last chosen minus that of the best not chosen.
+    pub margins: Vec<f32>,
+}
+
+/// Routed experts of one layer on one rank.
+#[derive(Clone, Debug)]
+pub(super) struct HeldExperts<L> {
+    /// Index of the first.
+    pub first: usize,
+    /// The experts, by index.
+    pub experts: Vec<Expert<L>>,
+}
+
+/// The three projections of an expert or dense MLP.
+#[derive(Clone, Debug)]
+pub(super) struct Expert<L> {
+    /// [intermediate, hidden].
+    pub gate: L,
+    /// [intermediate, hidden].
+    pub up: L,
+    /// [hidden, intermediate].
+    pub down: L,
+}

@@ -1,0 +1,96 @@
+//! What a target is opened with. Knows nothing of files or command lines.
+
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use super::error::TargetError;
+use super::plan::{ExpertPlan, RankPlan};
+use super::spec::{QaNormEps, TargetSpec};
+
+/// Where the target computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Device {
+    /// Threads of this process.
+    #[default]
+    Cpu,
+    /// NVIDIA GPUs.
+    Cuda,
+}
+
+impl std::str::FromStr for Device {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "cpu" => Ok(Self::Cpu),
+            "cuda" => Ok(Self::Cuda),
+            _ => Err(format!("`{text}` is not one of cpu, cuda")),
+        }
+    }
+}
+
+impl std::fmt::Display for Device {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Cpu => "cpu",
+            Self::Cuda => "cuda",
+        })
+    }
+}
+
+/// Options of [`super::open`]. `qa_norm_eps` changes the states a little, so it belongs to the
+/// fingerprint of a data set; the others change rounding at most.
+#[derive(Clone, Debug, PartialEq)]
+pub struct EngineOptions {
+    /// Directory of the checkpoint.
+    pub dir: PathBuf,
+    /// Where to compute.
+    pub device: Device,
+    /// Ranks of tensor parallelism.
+    pub tp: usize,
+    /// Epsilon of the norms of the MLA latents.
+    pub qa_norm_eps: QaNormEps,
+    /// How routed experts are spread.
+    pub experts: ExpertPlan,
+    /// CPU threads of all ranks together; `None` takes one a core.
+    pub threads: Option<NonZeroUsize>,
+    /// Longest time for one batch.
+    pub deadline: Duration,
+}
+
+impl EngineOptions {
+    /// One rank on the CPU with the defaults of vLLM.
+    pub fn new(dir: impl Into<PathBuf>) -> Self {
+        Self {
+            dir: dir.into(),
+            device: Device::Cpu,
+            tp: 1,
+            qa_norm_eps: QaNormEps::default(),
+            experts: ExpertPlan::Auto,
+            threads: None,
+            deadline: Duration::from_secs(600),
+        }
+    }
+
+    /// Shares of all ranks.
+    pub(super) fn plans(&self, spec: &TargetSpec) -> Result<Vec<RankPlan>, TargetError> {
+        if !(1..=64).contains(&self.tp) {
+            return Err(TargetError::Option {
+                option: "--tp",
+                value: self.tp.to_string(),
+                expected: "1 to 64 ranks are possible",
+            });
+        }
+        (0..self.tp).map(|rank| RankPlan::new(spec, self.tp, rank, self.experts)).collect()
+    }
+
+    /// Threads of one rank: with as many ranks as cores, each computes alone.
+    pub(super) fn threads_per_rank(&self) -> usize {
+        let total = match self.threads {
+            Some(threads) => threads.get(),
+            None => std::thread::available_parallelism().map_or(1, NonZeroUsize::get),
+        };
+        (total / self.tp).max(1)
+    }
+}

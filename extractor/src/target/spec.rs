@@ -1,0 +1,478 @@
+//! Dimensions of a target model, read from `config.json` and checked. Knows nothing of weights.
+
+use std::path::Path;
+
+use serde_json::Value;
+
+use super::config::Fields;
+use super::error::TargetError;
+
+/// What the engine needs to know of a model. Every number has been checked against its limits.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TargetSpec {
+    /// `model_type` of the configuration, the outer one where it nests.
+    pub model_type: String,
+    /// Width of the residual stream.
+    pub hidden_size: usize,
+    /// Decoder layers.
+    pub num_layers: usize,
+    /// Rows of the embedding table.
+    pub vocab_size: usize,
+    /// Longest sequence the model was made for, in tokens.
+    pub max_position_embeddings: usize,
+    /// Epsilon of the norms.
+    pub rms_norm_eps: f32,
+    /// Rotary embedding.
+    pub rope: RopeSpec,
+    /// Attention of every layer.
+    pub attention: AttentionSpec,
+    /// Width of the dense MLP.
+    pub intermediate_size: usize,
+    /// Mixture of experts, where the model has one.
+    pub moe: Option<MoeSpec>,
+    /// The head is the embedding table.
+    pub tie_word_embeddings: bool,
+    /// First token of a sequence, where the configuration names one.
+    pub bos_token_id: Option<u32>,
+    /// Tokens that end a sequence; may be empty.
+    pub eos_token_ids: Vec<u32>,
+    /// Storage type of the unquantised weights, as the configuration spells it.
+    pub dtype: Option<String>,
+}
+
+/// Rotary position embedding.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RopeSpec {
+    /// Base of the frequencies.
+    pub theta: f64,
+    /// Rotated width of a head.
+    pub dim: usize,
+    /// Pairs are (2j, 2j+1); otherwise (j, j + dim/2).
+    pub interleaved: bool,
+    /// Stretching of the frequencies.
+    pub scaling: RopeScaling,
+}
+
+/// How rotary frequencies are stretched beyond the trained length.
+#[derive(Clone, Debug, PartialEq)]
+pub enum RopeScaling {
+    /// Not at all.
+    None,
+    /// YaRN.
+    Yarn(YarnSpec),
+}
+
+/// YaRN as `config.json` gives it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct YarnSpec {
+    /// Stretch of the low frequencies.
+    pub factor: f64,
+    /// Length of the first training, in tokens.
+    pub original_max_position_embeddings: usize,
+    /// Rotations above which a frequency is kept.
+    pub beta_fast: f64,
+    /// Rotations below which a frequency is stretched in full.
+    pub beta_slow: f64,
+    /// Magnitude coefficient of cos and sin, where given.
+    pub mscale: Option<f64>,
+    /// Magnitude coefficient taken into the softmax scale (MLA) or out of cos and sin.
+    pub mscale_all_dim: Option<f64>,
+    /// Explicit multiplier of cos and sin, where given.
+    pub attention_factor: Option<f64>,
+}
+
+/// Shape of the attention.
+#[derive(Clone, Debug, PartialEq)]
+pub enum AttentionSpec {
+    /// Multi-head latent attention (DeepSeek-V3, Kimi).
+    Mla(MlaSpec),
+    /// Grouped-query attention (Llama, Qwen).
+    Gqa(GqaSpec),
+}
+
+/// Dimensions of multi-head latent attention.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MlaSpec {
+    /// Query heads.
+    pub num_heads: usize,
+    /// Width of the query latent; `None` projects queries directly.
+    pub q_lora_rank: Option<usize>,
+    /// Width of the key-value latent.
+    pub kv_lora_rank: usize,
+    /// Unrotated width of a query or key head.
+    pub qk_nope_head_dim: usize,
+    /// Rotated width of a query or key head.
+    pub qk_rope_head_dim: usize,
+    /// Width of a value head.
+    pub v_head_dim: usize,
+}
+
+/// Dimensions of grouped-query attention.
+#[derive(Clone, Debug, PartialEq)]
+pub struct GqaSpec {
+    /// Query heads.
+    pub num_heads: usize,
+    /// Key and value heads; divides `num_heads`.
+    pub num_kv_heads: usize,
+    /// Width of a head.
+    pub head_dim: usize,
+    /// Queries and keys are normed head by head (Qwen3).
+    pub qk_norm: bool,
+    /// Query, key and value projections have biases (Qwen2).
+    pub qkv_bias: bool,
+}
+
+/// Dimensions of the mixture of experts.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MoeSpec {
+    /// Routed experts.
+    pub num_experts: usize,
+    /// Experts a token.
+    pub top_k: usize,
+    /// Width of a routed expert.
+    pub intermediate_size: usize,
+    /// Shared experts; they form one MLP of this many times `intermediate_size`.
+    pub num_shared_experts: usize,
+    /// Groups of experts, of which `topk_group` are kept for a token.
+    pub num_groups: usize,
+    /// Groups kept.
+    pub topk_group: usize,
+    /// Weights of the chosen experts are divided by their sum.
+    pub norm_topk_prob: bool,
+    /// Multiplier of the routed sum.
+    pub routed_scaling_factor: f32,
+    /// Layers below this are dense.
+    pub first_dense_layers: usize,
+    /// Every n-th layer from there is routed.
+    pub layer_freq: usize,
+}
+
+/// Which epsilon the norms of the MLA latents use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum QaNormEps {
+    /// 1e-6, as the Hugging Face code of DeepSeek-V3 does whatever the configuration says.
+    Hf,
+    /// `rms_norm_eps` of the configuration, as vLLM does.
+    #[default]
+    Config,
+}
+
+impl QaNormEps {
+    /// The epsilon, given the one of the configuration.
+    pub fn epsilon(self, rms_norm_eps: f32) -> f32 {
+        match self {
+            Self::Hf => 1e-6,
+            Self::Config => rms_norm_eps,
+        }
+    }
+}
+
+impl std::str::FromStr for QaNormEps {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "hf" => Ok(Self::Hf),
+            "config" => Ok(Self::Config),
+            _ => Err(format!("`{text}` is not one of hf, config")),
+        }
+    }
+}
+
+impl std::fmt::Display for QaNormEps {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Hf => "hf",
+            Self::Config => "config",
+        })
+    }
+}
+
+const DEEPSEEK: [&str; 2] = ["deepseek_v3", "kimi_k2"];
+const NESTED: [&str; 1] = ["kimi_k25"];
+const DENSE: [&str; 3] = ["llama", "qwen2", "qwen3"];
+
+impl TargetSpec {
+    /// Reads `config.json` of a checkpoint directory.
+    pub fn read(dir: &Path) -> Result<Self, TargetError> {
+        let path = dir.join("config.json");
+        let text = std::fs::read_to_string(&path)
+            .map_err(|source| TargetError::ConfigRead { path: path.clone(), source })?;
+        let value = serde_json::from_str(&text)
+            .map_err(|source| TargetError::ConfigJson { path, source })?;
+        Self::from_json(&value)
+    }
+
+    /// Reads a parsed `config.json`.
+    pub fn from_json(config: &Value) -> Result<Self, TargetError> {
+        let outer = Fields::new(config, "")?;
+        let model_type = outer.text("model_type")?.to_owned();
+        let (fields, inner_type) = if NESTED.contains(&model_type.as_str()) {
+            let inner = outer.object("text_config")?;
+            let inner_type = inner.text("model_type")?.to_owned();
+            (inner, inner_type)
+        } else {
+            (outer, model_type.clone())
+        };
+        if DEEPSEEK.contains(&inner_type.as_str()) {
+            Self::deepseek(&fields, model_type)
+        } else if DENSE.contains(&inner_type.as_str()) {
+            Self::dense(&fields, model_type)
+        } else {
+            let supported = [&DEEPSEEK[..], &NESTED, &DENSE].concat().join(", ");
+            Err(TargetError::UnsupportedModel { model_type: inner_type, supported })
+        }
+    }
+
+    /// Layer `index` routes to experts rather than through a dense MLP.
+    pub fn is_moe_layer(&self, index: usize) -> bool {
+        self.moe.as_ref().is_some_and(|moe| {
+            index >= moe.first_dense_layers && index.is_multiple_of(moe.layer_freq)
+        })
+    }
+
+    /// Multiply-adds count double: floating-point operations of one token through `layers` layers,
+    /// without the head, when it sees `context` tokens.
+    pub fn flops_per_token(&self, layers: usize, context: usize) -> f64 {
+        let hidden = self.hidden_size;
+        let (projections, attention) = match &self.attention {
+            AttentionSpec::Mla(a) => {
+                let qk = a.qk_nope_head_dim + a.qk_rope_head_dim;
+                let queries = a
+                    .q_lora_rank
+                    .map_or(a.num_heads * qk * hidden, |rank| rank * (hidden + a.num_heads * qk));
+                let keys = (a.kv_lora_rank + a.qk_rope_head_dim) * hidden
+                    + a.kv_lora_rank * a.num_heads * (a.qk_nope_head_dim + a.v_head_dim);
+                let out = a.num_heads * a.v_head_dim * hidden;
+                (queries + keys + out, a.num_heads * (qk + a.v_head_dim))
+            }
+            AttentionSpec::Gqa(a) => {
+                let heads = 2 * a.num_heads + 2 * a.num_kv_heads;
+                (heads * a.head_dim * hidden, 2 * a.num_heads * a.head_dim)
+            }
+        };
+        let dense = 3 * hidden * self.intermediate_size;
+        let routed = self.moe.as_ref().map_or(0, |moe| {
+            let experts = moe.top_k + moe.num_shared_experts;
+            hidden * (3 * moe.intermediate_size * experts + moe.num_experts)
+        });
+        let moe_layers = (0..layers).filter(|&layer| self.is_moe_layer(layer)).count();
+        let weights = layers * projections + moe_layers * routed + (layers - moe_layers) * dense;
+        2.0 * (weights as f64 + (layers * attention * context) as f64)
+    }
+
+    fn deepseek(fields: &Fields<'_>, model_type: String) -> Result<Self, TargetError> {
+        let heads = fields.size("num_attention_heads", 1..=1024)?;
+        let kv_heads = fields.size_or("num_key_value_heads", 1..=1024, heads)?;
+        fields.require("num_key_value_heads", kv_heads == heads, || {
+            format!(
+                "is {kv_heads}, but multi-head latent attention needs num_attention_heads, {heads}"
+            )
+        })?;
+        fields.refuse_flag("attention_bias", "biases in MLA projections are not supported")?;
+        fields.refuse_false("rope_interleave", "half rotation is not supported for MLA")?;
+        let attention = MlaSpec {
+            num_heads: heads,
+            q_lora_rank: fields.optional_size("q_lora_rank", 1..=1 << 16)?,
+            kv_lora_rank: fields.size("kv_lora_rank", 1..=1 << 16)?,
+            qk_nope_head_dim: fields.size("qk_nope_head_dim", 1..=1024)?,
+            qk_rope_head_dim: fields.even("qk_rope_head_dim", 2..=1024)?,
+            v_head_dim: fields.size("v_head_dim", 1..=1024)?,
+        };
+        let rope = RopeSpec::read(fields, attention.qk_rope_head_dim, true)?;
+        fields.require("rope_scaling", rope.amplitude() == 1.0, || {
+            "scales cos and sin; with MLA, mscale and mscale_all_dim must be equal".to_owned()
+        })?;
+        let moe = MoeSpec::read(fields)?;
+        Self::finish(fields, (model_type, rope, AttentionSpec::Mla(attention), Some(moe)))
+    }
+
+    fn dense(fields: &Fields<'_>, model_type: String) -> Result<Self, TargetError> {
+        let hidden = fields.size("hidden_size", 1..=1 << 16)?;
+        let heads = fields.size("num_attention_heads", 1..=1024)?;
+        let kv_heads = fields.size_or("num_key_value_heads", 1..=1024, heads)?;
+        fields.require("num_key_value_heads", heads.is_multiple_of(kv_heads), || {
+            format!("is {kv_heads}, which does not divide num_attention_heads, {heads}")
+        })?;
+        let head_dim = match fields.optional_size("head_dim", 2..=1024)? {
+            Some(dim) => dim,
+            None => {
+                fields.require("num_attention_heads", hidden.is_multiple_of(heads), || {
+                    format!(
+                        "is {heads}, which does not divide hidden_size, {hidden}; give head_dim"
+                    )
+                })?;
+                hidden / heads
+            }
+        };
+        fields.require("head_dim", head_dim.is_multiple_of(2), || {
+            format!("is {head_dim}; rotary embedding needs an even number")
+        })?;
+        fields.refuse_flag("mlp_bias", "biases in the MLP are not supported")?;
+        fields.refuse_flag("use_sliding_window", "sliding windows are not supported")?;
+        let is_qwen2 = model_type == "qwen2";
+        let bias = fields.flag_or("attention_bias", is_qwen2)?;
+        fields.require("attention_bias", is_qwen2 || !bias, || {
+            "is true; biases are supported for qwen2 only".to_owned()
+        })?;
+        let attention = GqaSpec {
+            num_heads: heads,
+            num_kv_heads: kv_heads,
+            head_dim,
+            qk_norm: model_type == "qwen3",
+            qkv_bias: bias,
+        };
+        let rope = RopeSpec::read(fields, head_dim, false)?;
+        Self::finish(fields, (model_type, rope, AttentionSpec::Gqa(attention), None))
+    }
+
+    fn finish(
+        fields: &Fields<'_>,
+        parts: (String, RopeSpec, AttentionSpec, Option<MoeSpec>),
+    ) -> Result<Self, TargetError> {
+        let (model_type, rope, attention, moe) = parts;
+        let activation = fields.text_or("hidden_act", "silu")?;
+        fields.require("hidden_act", activation == "silu", || {
+            format!("is `{activation}`; only silu is supported")
+        })?;
+        let dtype = match fields.optional_text("dtype")? {
+            Some(dtype) => Some(dtype),
+            None => fields.optional_text("torch_dtype")?,
+        };
+        Ok(Self {
+            model_type,
+            hidden_size: fields.size("hidden_size", 1..=1 << 16)?,
+            num_layers: fields.size("num_hidden_layers", 1..=1024)?,
+            vocab_size: fields.size("vocab_size", 1..=1 << 24)?,
+            max_position_embeddings: fields.size("max_position_embeddings", 1..=1 << 24)?,
+            rms_norm_eps: fields.number("rms_norm_eps", 1e-12..=1e-1)? as f32,
+            rope,
+            attention,
+            intermediate_size: fields.size("intermediate_size", 1..=1 << 20)?,
+            moe,
+            tie_word_embeddings: fields.flag_or("tie_word_embeddings", false)?,
+            bos_token_id: fields.ids("bos_token_id")?.first().copied(),
+            eos_token_ids: fields.ids("eos_token_id")?,
+            dtype: dtype.map(str::to_owned),
+        })
+    }
+}
+
+impl RopeSpec {
+    /// `rope_scaling` with `rope_theta` beside it, or transformers 5's `rope_parameters`.
+    fn read(fields: &Fields<'_>, dim: usize, interleaved: bool) -> Result<Self, TargetError> {
+        let inner = match fields.optional_object("rope_parameters")? {
+            Some(parameters) => Some(parameters),
+            None => fields.optional_object("rope_scaling")?,
+        };
+        let outer_theta = fields.optional_number("rope_theta", 1.0..=1e12)?;
+        let inner_theta = match &inner {
+            Some(inner) => inner.optional_number("rope_theta", 1.0..=1e12)?,
+            None => None,
+        };
+        let theta = inner_theta.or(outer_theta).unwrap_or(10_000.0);
+        let scaling = match &inner {
+            Some(inner) => RopeScaling::read(inner)?,
+            None => RopeScaling::None,
+        };
+        Ok(Self { theta, dim, interleaved, scaling })
+    }
+
+    /// Multiplier of cos and sin.
+    pub fn amplitude(&self) -> f64 {
+        let RopeScaling::Yarn(yarn) = &self.scaling else { return 1.0 };
+        match (yarn.attention_factor, yarn.mscale, yarn.mscale_all_dim) {
+            (Some(factor), _, _) => factor,
+            (None, Some(own), Some(all)) => yarn.magnitude(own) / yarn.magnitude(all),
+            _ => yarn.magnitude(1.0),
+        }
+    }
+
+    /// Multiplier of the softmax scale of multi-head latent attention.
+    pub fn softmax_factor(&self) -> f64 {
+        let RopeScaling::Yarn(yarn) = &self.scaling else { return 1.0 };
+        yarn.mscale_all_dim.map_or(1.0, |all| yarn.magnitude(all).powi(2))
+    }
+}
+
+impl RopeScaling {
+    fn read(fields: &Fields<'_>) -> Result<Self, TargetError> {
+        let kind = match fields.optional_text("rope_type")? {
+            Some(kind) => kind,
+            None => fields.text_or("type", "default")?,
+        };
+        match kind {
+            "default" => Ok(Self::None),
+            "yarn" | "deepseek_yarn" => Ok(Self::Yarn(YarnSpec {
+                factor: fields.number("factor", 1.0..=1e6)?,
+                original_max_position_embeddings: fields
+                    .size("original_max_position_embeddings", 1..=1 << 24)?,
+                beta_fast: fields.optional_number("beta_fast", 1e-3..=1e6)?.unwrap_or(32.0),
+                beta_slow: fields.optional_number("beta_slow", 1e-3..=1e6)?.unwrap_or(1.0),
+                mscale: fields.optional_number("mscale", 0.0..=100.0)?.filter(|&m| m > 0.0),
+                mscale_all_dim: fields
+                    .optional_number("mscale_all_dim", 0.0..=100.0)?
+                    .filter(|&m| m > 0.0),
+                attention_factor: fields.optional_number("attention_factor", 1e-3..=1e3)?,
+            })),
+            other => {
+                Err(fields
+                    .wrong("rope_type", format!("is `{other}`; supported are default and yarn")))
+            }
+        }
+    }
+}
+
+impl YarnSpec {
+    fn magnitude(&self, coefficient: f64) -> f64 {
+        if self.factor <= 1.0 { 1.0 } else { 0.1 * coefficient * self.factor.ln() + 1.0 }
+    }
+}
+
+impl MoeSpec {
+    fn read(fields: &Fields<'_>) -> Result<Self, TargetError> {
+        let scoring = fields.text_or("scoring_func", "sigmoid")?;
+        fields.require("scoring_func", scoring == "sigmoid", || {
+            format!("is `{scoring}`; only sigmoid is supported")
+        })?;
+        let method = fields.text_or("topk_method", "noaux_tc")?;
+        fields.require("topk_method", method == "noaux_tc", || {
+            format!("is `{method}`; only noaux_tc is supported")
+        })?;
+        let moe = Self {
+            num_experts: fields.size("n_routed_experts", 1..=1 << 14)?,
+            top_k: fields.size("num_experts_per_tok", 1..=1024)?,
+            intermediate_size: fields.size("moe_intermediate_size", 1..=1 << 20)?,
+            num_shared_experts: fields.size_or("n_shared_experts", 0..=1024, 0)?,
+            num_groups: fields.size_or("n_group", 1..=1024, 1)?,
+            topk_group: fields.size_or("topk_group", 1..=1024, 1)?,
+            norm_topk_prob: fields.flag_or("norm_topk_prob", true)?,
+            routed_scaling_factor: fields
+                .optional_number("routed_scaling_factor", 1e-6..=1e6)?
+                .unwrap_or(1.0) as f32,
+            first_dense_layers: fields.size_or("first_k_dense_replace", 0..=1024, 0)?,
+            layer_freq: fields.size_or("moe_layer_freq", 1..=1024, 1)?,
+        };
+        moe.check(fields)?;
+        Ok(moe)
+    }
+
+    fn check(&self, fields: &Fields<'_>) -> Result<(), TargetError> {
+        let Self { num_experts, num_groups, topk_group, top_k, .. } = *self;
+        fields.require("n_group", num_experts.is_multiple_of(num_groups), || {
+            format!("is {num_groups}, which does not divide n_routed_experts, {num_experts}")
+        })?;
+        fields.require("topk_group", topk_group <= num_groups, || {
+            format!("is {topk_group}, more than n_group, {num_groups}")
+        })?;
+        let per_group = num_experts / num_groups;
+        // A group is scored by its two best experts.
+        fields.require("n_group", num_groups == 1 || per_group >= 2, || {
+            format!("is {num_groups}, which leaves {per_group} expert a group; two are needed")
+        })?;
+        let eligible = topk_group * per_group;
+        fields.require("num_experts_per_tok", top_k <= eligible, || {
+            format!("is {top_k}, but only {eligible} experts are in the kept groups")
+        })
+    }
+}

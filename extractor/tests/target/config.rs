@@ -1,0 +1,161 @@
+//! Model configurations that are read, and those that are refused.
+
+use extractor::target::{
+    AttentionSpec, Device, EngineOptions, RankGroup, RopeScaling, TargetError, TargetSpec,
+};
+use serde_json::{Value, json};
+
+use crate::{NANO_KIMI, STORIES, TINY_ODD, options, repository};
+
+fn config(model: &str) -> Value {
+    let text = std::fs::read_to_string(repository(model).join("config.json")).unwrap();
+    serde_json::from_str(&text).unwrap()
+}
+
+/// Sets fields (null removes) and reads the result.
+fn with(mut config: Value, fields: &Value) -> Result<TargetSpec, TargetError> {
+    let map = config.as_object_mut().unwrap();
+    for (name, value) in fields.as_object().unwrap() {
+        map.insert(name.clone(), value.clone());
+    }
+    TargetSpec::from_json(&config)
+}
+
+#[test]
+fn kimi_k2_5_nests_its_text_model() {
+    let spec = TargetSpec::read(&repository(NANO_KIMI)).unwrap();
+    assert_eq!((spec.model_type.as_str(), spec.num_layers, spec.vocab_size), ("kimi_k25", 8, 4096));
+    assert_eq!(spec.eos_token_ids, [3842]);
+    assert_eq!(spec.dtype.as_deref(), Some("bfloat16"));
+    // 0.1 ln(4) + 1, squared, goes into the softmax; cos and sin stay as they are.
+    assert!((spec.rope.softmax_factor() - 1.296_476_6).abs() < 1e-6);
+    assert_eq!(spec.rope.amplitude(), 1.0);
+    let flat = config(NANO_KIMI)["text_config"].clone();
+    let flat = TargetSpec::from_json(&flat).unwrap();
+    assert_eq!(TargetSpec { model_type: "kimi_k25".to_owned(), ..flat }, spec);
+}
+
+#[test]
+fn rope_parameters_of_transformers_5() {
+    let old = with(
+        config(TINY_ODD),
+        &json!({
+            "rope_theta": 5e4,
+            "rope_scaling": {"type": "yarn", "factor": 8.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 256},
+        }),
+    );
+    let new = with(
+        config(TINY_ODD),
+        &json!({
+            "rope_theta": null,
+            "rope_scaling": null,
+            "rope_parameters": {"rope_type": "yarn", "rope_theta": 5e4, "factor": 8.0, "mscale": 1.0,
+                "mscale_all_dim": 1.0, "original_max_position_embeddings": 256},
+            "torch_dtype": null,
+            "dtype": "bfloat16",
+        }),
+    );
+    let old = old.unwrap();
+    assert!(matches!(old.rope.scaling, RopeScaling::Yarn(_)));
+    assert_eq!(old, new.unwrap());
+}
+
+#[test]
+fn qwen_has_biases_or_head_norms() {
+    let attention = |model_type: &str| match with(
+        config(STORIES),
+        &json!({
+            "model_type": model_type, "attention_bias": null, "eos_token_id": [7, 8],
+        }),
+    ) {
+        Ok(TargetSpec { attention: AttentionSpec::Gqa(gqa), .. }) => (gqa.qkv_bias, gqa.qk_norm),
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(attention("llama"), (false, false));
+    assert_eq!(attention("qwen2"), (true, false));
+    assert_eq!(attention("qwen3"), (false, true));
+}
+
+#[test]
+fn unknown_models_are_named_with_the_known_ones() {
+    let error = with(config(STORIES), &json!({"model_type": "mamba"})).unwrap_err();
+    assert_eq!(error.exit_code(), 65);
+    assert_eq!(
+        error.to_string(),
+        "model_type `mamba` is not supported; supported are deepseek_v3, kimi_k2, kimi_k25, llama, \
+         qwen2, qwen3"
+    );
+}
+
+#[test]
+fn fields_out_of_range_are_named() {
+    let cases = [
+        (TINY_ODD, json!({"hidden_size": null}), "`hidden_size` is missing"),
+        (TINY_ODD, json!({"hidden_size": 0}), "`hidden_size` is 0; an integer from 1 to 65536"),
+        (TINY_ODD, json!({"hidden_size": "64"}), "`hidden_size` is \"64\"; an integer"),
+        (TINY_ODD, json!({"num_hidden_layers": -1}), "`num_hidden_layers` is -1"),
+        (TINY_ODD, json!({"vocab_size": 1e30}), "`vocab_size` is 1e+30"),
+        (TINY_ODD, json!({"qk_rope_head_dim": 7}), "`qk_rope_head_dim` is 7; it must be even"),
+        (TINY_ODD, json!({"rms_norm_eps": 2.0}), "`rms_norm_eps` is 2.0; a number from"),
+        (TINY_ODD, json!({"n_group": 5}), "`n_group` is 5, which does not divide"),
+        (TINY_ODD, json!({"n_group": 16}), "`n_group` is 16, which leaves 1 expert a group"),
+        (TINY_ODD, json!({"topk_group": 5}), "`topk_group` is 5, more than n_group, 4"),
+        (TINY_ODD, json!({"num_experts_per_tok": 9}), "only 8 experts are in the kept groups"),
+        (TINY_ODD, json!({"num_key_value_heads": 4}), "needs num_attention_heads, 8"),
+        (TINY_ODD, json!({"scoring_func": "softmax"}), "only sigmoid is supported"),
+        (TINY_ODD, json!({"hidden_act": "gelu"}), "only silu is supported"),
+        (TINY_ODD, json!({"rope_scaling": 3}), "`rope_scaling` is a number; an object"),
+        (TINY_ODD, json!({"rope_scaling": {"type": "ntk"}}), "`rope_scaling.rope_type` is `ntk`"),
+        (TINY_ODD, json!({"eos_token_id": [1, "x"]}), "`eos_token_id` holds \"x\""),
+        (STORIES, json!({"num_key_value_heads": 3}), "does not divide num_attention_heads, 8"),
+        (STORIES, json!({"attention_bias": true}), "biases are supported for qwen2 only"),
+        (STORIES, json!({"use_sliding_window": true}), "sliding windows are not supported"),
+        (STORIES, json!({"tie_word_embeddings": 1}), "true or false is expected"),
+    ];
+    for (model, fields, want) in cases {
+        let error = with(config(model), &fields).unwrap_err().to_string();
+        assert!(error.contains(want), "{fields}: {error}");
+    }
+    let error = TargetSpec::from_json(&json!([])).unwrap_err().to_string();
+    assert!(error.contains("an object is expected"), "{error}");
+}
+
+#[test]
+fn directories_without_a_model_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let error = TargetSpec::read(dir.path()).unwrap_err();
+    assert_eq!(error.exit_code(), 74);
+    std::fs::write(dir.path().join("config.json"), "{\"model_type\":").unwrap();
+    let error = TargetSpec::read(dir.path()).unwrap_err();
+    assert_eq!(error.exit_code(), 65);
+    // A configuration without its weights.
+    let text = std::fs::read(repository(STORIES).join("config.json")).unwrap();
+    std::fs::write(dir.path().join("config.json"), text).unwrap();
+    assert!(matches!(
+        RankGroup::open(&EngineOptions::new(dir.path())).err().unwrap(),
+        TargetError::Weights(_)
+    ));
+}
+
+/// One layer more in the configuration than in the files: every rank stops, and the cause comes
+/// back whichever rank saw it first.
+#[test]
+fn missing_weights_stop_every_rank() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = config(STORIES);
+    config["num_hidden_layers"] = json!(6);
+    std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+    let weights = repository(STORIES).join("model.safetensors");
+    std::fs::copy(weights, dir.path().join("model.safetensors")).unwrap();
+    let options = EngineOptions { tp: 4, ..EngineOptions::new(dir.path()) };
+    let error = RankGroup::open(&options).err().unwrap();
+    assert!(error.to_string().contains("model.layers.5"), "{error}");
+}
+
+#[test]
+fn cuda_is_refused_with_its_own_exit_code() {
+    let options = EngineOptions { device: Device::Cuda, ..options(STORIES, 1) };
+    let error = RankGroup::open(&options).err().unwrap();
+    assert_eq!(error.exit_code(), 69);
+}
