@@ -15,6 +15,7 @@ pub mod durable;
 pub mod files;
 pub mod fingerprint;
 pub mod finite;
+pub mod foreign;
 pub mod fp8;
 pub mod header;
 pub mod manifest;
@@ -30,6 +31,7 @@ pub use contract::{
 pub use digest::Digest;
 pub use durable::{DatasetDir, DurableError};
 pub use fingerprint::{FieldChange, Fingerprint};
+pub use foreign::{ForeignReport, ForeignTensor, audit_foreign};
 pub use header::{HeaderLimits, ShardHeader};
 pub use manifest::{Manifest, ManifestError, SourceOutcome, SourceRecord, SourceRow};
 pub use sample::{SampleError, SampleId, TokenSample};

@@ -113,6 +113,21 @@ impl Manifest {
         })
     }
 
+    /// One committed sample.
+    pub fn sample(&self, id: SampleId) -> Result<Option<SampleRow>, ManifestError> {
+        self.with("reading a sample", async |conn| {
+            let row = sqlx::query(
+                "SELECT sample.id, shard, file, tokens, trainable_tokens, source_file, \
+                 source_line, truncated FROM sample JOIN shard ON shard.id = sample.shard \
+                 WHERE sample.id = ?",
+            )
+            .bind(id.0.to_vec())
+            .fetch_optional(conn)
+            .await?;
+            row.as_ref().map(sample_row).transpose()
+        })
+    }
+
     /// Samples that no recorded line has given: their line has changed since.
     pub fn samples_without_line(&self) -> Result<Vec<SampleId>, ManifestError> {
         self.with("reading samples", async |conn| {
