@@ -106,8 +106,8 @@ fn decode(
     for (done, prompt) in prompts.iter().enumerate() {
         let ids = &prompt.input_ids;
         let clock = Instant::now();
-        let answer = speculate(target, &mut decoder, ids, options)
-            .with_context(|| prompt.name.clone())?;
+        let answer =
+            speculate(target, &mut decoder, ids, options).with_context(|| prompt.name.clone())?;
         fast += clock.elapsed().as_secs_f64();
         let clock = Instant::now();
         let expected = greedy(target, ids, options).with_context(|| prompt.name.clone())?;
@@ -148,7 +148,8 @@ fn print(report: &LiveReport, draft_tokens: usize, out: &mut dyn Write) -> std::
     writeln!(out, "prompts  {prompts}, {tokens} tokens generated, {} rounds", counts.rounds)?;
     writeln!(
         out,
-        "live acceptance length: {:.3} tokens a target forward, bonus token included ({draft_tokens} drafted a round)",
+        "live acceptance length: {:.3} tokens a target forward, bonus token included \
+            ({draft_tokens} drafted a round)",
         report.acceptance_length
     )?;
     for (position, rate) in report.acceptance_rate.iter().enumerate() {

@@ -39,7 +39,10 @@ pub enum LiveError {
         reason: String,
     },
     /// A prompt that leaves no room for an answer.
-    #[error("a prompt of {prompt} tokens needs {needed} positions with its answer and drafts, {longest} are possible: lower --max-new-tokens or leave the prompt out")]
+    #[error(
+        "a prompt of {prompt} tokens needs {needed} positions with its answer and drafts, \
+            {longest} are possible: lower --max-new-tokens or leave the prompt out"
+    )]
     Length {
         /// Tokens of the prompt.
         prompt: usize,
@@ -63,7 +66,10 @@ pub enum LiveError {
         row: usize,
     },
     /// Speculative and plain decoding differ: a defect of engine, cache or accounting.
-    #[error("{prompt}: the texts differ at generated token {position}: plain greedy decoding gives {greedy:?}, speculative decoding {speculative:?}")]
+    #[error(
+        "{prompt}: the texts differ at generated token {position}: plain greedy decoding gives \
+            {greedy:?}, speculative decoding {speculative:?}"
+    )]
     NotLossless {
         /// Which prompt.
         prompt: String,

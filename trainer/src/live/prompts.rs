@@ -80,10 +80,12 @@ mod tests {
     #[test]
     fn turns_before_the_first_answer_are_the_prompt() {
         let expected = vec![(Role::System, "s".to_owned()), (Role::User, "a".to_owned())];
-        let line = r#"{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]}"#;
+        let line = r#"{"messages": [{"role": "system", "content": "s"},
+            {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
+            {"role": "user", "content": "c"}]}"#;
         assert_eq!(turns(line).unwrap(), expected);
-        let line = r#"{"conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "a"}]}"#;
+        let line = r#"{"conversations": [{"from": "system", "value": "s"},
+            {"from": "human", "value": "a"}]}"#;
         assert_eq!(turns(line).unwrap(), expected);
         let line = r#"{"question_id": 81, "turns": ["a", "later"]}"#;
         assert_eq!(turns(line).unwrap(), [(Role::User, "a".to_owned())]);

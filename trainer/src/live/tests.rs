@@ -148,7 +148,8 @@ fn the_drafts_cache_holds_the_targets_true_states() {
         let answer = speculate(&mut target, &mut used, &prompt, &options).unwrap().tokens;
         let text: Vec<u32> = prompt.iter().chain(&answer).copied().collect();
         let aux = |range: std::ops::Range<usize>| -> Vec<f32> {
-            let row = |at: usize| [1, 2, 4].map(|layer| Scripted::state(at, text[at], layer)).concat();
+            let row =
+                |at: usize| [1, 2, 4].map(|layer| Scripted::state(at, text[at], layer)).concat();
             range.flat_map(row).collect()
         };
         let rows = used.rows();
@@ -198,7 +199,10 @@ fn counts_of_hand_made_rounds() {
 fn a_difference_is_reported_with_its_position() {
     require_equal("p", &[1, 2], &[1, 2]).unwrap();
     let error = require_equal("file:3", &[1, 2, 3], &[1, 2]).unwrap_err();
-    assert!(error.to_string().contains("file:3") && error.to_string().contains("token 2"), "{error}");
+    assert!(
+        error.to_string().contains("file:3") && error.to_string().contains("token 2"),
+        "{error}"
+    );
     let error = require_equal("p", &[1, 2, 3], &[1, 4, 3]).unwrap_err();
     assert!(matches!(error, LiveError::NotLossless { position: 1, .. }));
     assert_eq!(error.exit_code(), 70);
