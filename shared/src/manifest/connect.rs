@@ -211,3 +211,21 @@ pub(super) async fn settings(
     let spec = serde_json::from_str(&spec).map_err(|error| damaged(path, error.to_string()))?;
     Ok((fingerprint, spec))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_with_the_corruption_bug_are_known() {
+        for (version, fixed) in [
+            ("3.40.1", false),
+            ("3.51.2", false),
+            ("3.51.3", true),
+            ("3.53.0", true),
+            ("4.0", true),
+        ] {
+            assert_eq!(is_fixed_sqlite(version), fixed, "{version}");
+        }
+    }
+}
