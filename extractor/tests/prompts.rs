@@ -227,7 +227,11 @@ fn several_files_are_read_in_the_order_named() {
             path
         })
         .collect();
-    let lines: Vec<Line> = Prompts::open(&paths).unwrap().map(Result::unwrap).collect();
+    let mut prompts = Prompts::open(&paths).unwrap();
+    let total = 2 * (GOOD.len() as u64 + 1 + 13);
+    assert_eq!(prompts.progress(), (0, total));
+    let lines: Vec<Line> = prompts.by_ref().map(Result::unwrap).collect();
+    assert_eq!(prompts.progress(), (total, total));
     let places: Vec<(&Path, u64)> =
         lines.iter().map(|line| (&*line.source.file, line.source.line)).collect();
     let wanted = [(&*paths[0], 1), (&*paths[0], 2), (&*paths[1], 1), (&*paths[1], 2)];
