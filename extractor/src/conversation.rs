@@ -48,6 +48,8 @@ pub struct Message {
     pub role: Role,
     /// What is said; text parts are joined.
     pub content: String,
+    /// The content was null, which templates can tell from an empty one.
+    pub content_is_null: bool,
     /// Other keys of the message, passed to the template (`reasoning_content`, `tool_calls`...).
     pub extra: Map<String, Value>,
 }
@@ -55,7 +57,7 @@ pub struct Message {
 impl Message {
     /// A turn without further keys.
     pub fn new(role: Role, content: impl Into<String>) -> Self {
-        Self { role, content: content.into(), extra: Map::new() }
+        Self { role, content: content.into(), content_is_null: false, extra: Map::new() }
     }
 
     /// Whether the turn calls tools, which makes an empty content legitimate.
@@ -242,8 +244,9 @@ fn parse_message(index: usize, turn: Value) -> Result<Message, Fault> {
             ));
         }
     };
+    let content_is_null = content.is_null();
     let content = join_content(index, content)?;
-    Ok(Message { role, content, extra: turn })
+    Ok(Message { role, content, content_is_null, extra: turn })
 }
 
 fn join_content(index: usize, content: Value) -> Result<String, Fault> {

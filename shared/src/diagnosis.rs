@@ -118,11 +118,11 @@ fn tensor_count(expected: &Expected, shapes: &[&[usize]], batch: &[usize]) -> Op
             count - 1
         ));
     }
-    if count % layers == 0 {
+    if count.is_multiple_of(layers) {
         let times = count / layers;
         return Some(format!("{times} times too many: the replies of {times} ranks were joined"));
     }
-    (count < layers).then(|| format!("{} layers were not captured", layers - count))
+    (count < layers).then(|| format!("{} of {layers} layers were not captured", layers - count))
 }
 
 const ROWS: &str = "one layer's rows were taken for layers";
@@ -204,7 +204,7 @@ fn row_count(tokens: usize, rows: usize, batch: &[usize]) -> Option<String> {
     }
     if rows < tokens {
         let missing = tokens - rows;
-        let block = [64, 16].into_iter().find(|block| missing % block == 0);
+        let block = [64, 16].into_iter().find(|block| missing.is_multiple_of(*block));
         return Some(match block {
             Some(block) => format!(
                 "{missing} rows are missing, a multiple of {block}: the prefix cache answered for \
@@ -216,7 +216,9 @@ fn row_count(tokens: usize, rows: usize, batch: &[usize]) -> Option<String> {
             ),
         });
     }
-    if rows == longest || rows == tokens.next_power_of_two() || rows % 8 == 0 && rows < tokens + 256
+    if rows == longest
+        || rows == tokens.next_power_of_two()
+        || rows.is_multiple_of(8) && rows < tokens + 256
     {
         return Some(format!("{} rows of padding were kept", rows - tokens));
     }
@@ -229,7 +231,7 @@ fn columns(expected: &Expected, rows: usize, width: usize) -> Option<String> {
         return None;
     }
     let times = width / hidden_size;
-    if width % hidden_size == 0
+    if width.is_multiple_of(hidden_size)
         && (times == layers || times == layers.saturating_sub(1) || times == 3)
     {
         return Some(format!("{width} = {times} x {hidden_size}: {times} layers are concatenated"));
@@ -240,7 +242,7 @@ fn columns(expected: &Expected, rows: usize, width: usize) -> Option<String> {
             "{width} columns are the size of a vocabulary: these are logits, not states"
         ));
     }
-    if width > 0 && hidden_size % width == 0 {
+    if width > 0 && hidden_size.is_multiple_of(width) {
         let ranks = hidden_size / width;
         return Some(format!(
             "{width} = {hidden_size} / {ranks}: one of {ranks} ranks' columns, not gathered"

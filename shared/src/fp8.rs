@@ -103,6 +103,43 @@ mod tests {
         assert_eq!(decode(0x7e), MAX);
     }
 
+    /// f32 bits and codes of values cast by the ml_dtypes package for Python.
+    const ML_DTYPES: [(u32, u8); 26] = [
+        (0x3da2bc34, 0x1a),
+        (0x3d8da940, 0x19),
+        (0xc12b1cb0, 0xd3),
+        (0xbfbe1e11, 0xbc),
+        (0xc064db89, 0xc6),
+        (0xb9d0d516, 0x80),
+        (0x3cb7b54e, 0xb),
+        (0x3e9a1407, 0x2a),
+        (0xc1dddbee, 0xde),
+        (0xbc765012, 0x88),
+        (0x3ede816c, 0x2e),
+        (0x38b82bcd, 0x0),
+        (0x3b79e3e1, 0x2),
+        (0xbc4e9d5f, 0x86),
+        (0x4187dc7d, 0x58),
+        (0xc303e5cb, 0xf0),
+        (0xbfa28f84, 0xba),
+        (0xbaa44d15, 0x81),
+        (0x4220684b, 0x62),
+        (0x80000000, 0x80),
+        (0x3a800000, 0x0),
+        (0x3ac00000, 0x1),
+        (0x3c700000, 0x8),
+        (0x43dff333, 0x7e),
+        (0xc3e00000, 0xfe),
+        (0x43cff333, 0x7d),
+    ];
+
+    #[test]
+    fn codes_are_those_of_ml_dtypes() {
+        for (bits, code) in ML_DTYPES {
+            assert_eq!(encode(f32::from_bits(bits)), code, "{}", f32::from_bits(bits));
+        }
+    }
+
     #[test]
     fn midpoints_go_to_the_even_code() {
         for code in 0..0x7eu8 {

@@ -48,7 +48,7 @@ fn wrong_counts_are_named() {
     let good = [512, HIDDEN];
     for (count, shape, batch, cause) in [
         (0, &good[..], &[512][..], "capture hooks never fired"),
-        (3, &good, &[512], "1 layers were not captured"),
+        (3, &good, &[512], "1 of 4 layers were not captured"),
         (5, &good, &[512], "the embedding output was counted as a layer"),
         (62, &good, &[512], "61 layers and the embeddings"),
         (8, &good, &[512], "the replies of 2 ranks were joined"),

@@ -4,6 +4,7 @@
 mod support;
 
 use std::fs;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use proptest::prelude::*;
@@ -170,14 +171,15 @@ fn every_flipped_header_bit_and_any_data_bit_is_detected() {
     let shard = dir.path().join("shards/shard-000000.safetensors");
     let digest = Manifest::open_read(dir.path()).unwrap().shards().unwrap()[0].digest;
     let whole = fs::read(&shard).unwrap();
+    let file = fs::OpenOptions::new().write(true).open(&shard).unwrap();
     for bit in 0..whole.len() * 8 {
-        let mut bytes = whole.clone();
-        bytes[bit / 8] ^= 1 << (bit % 8);
-        fs::write(&shard, &bytes).unwrap();
+        let (at, byte) = (bit as u64 / 8, whole[bit / 8]);
+        file.write_all_at(&[byte ^ (1 << (bit % 8))], at).unwrap();
         let detected = ShardReader::open(&shard, &HeaderLimits::SHARD)
             .and_then(|reader| reader.verify(&digest))
             .is_err();
         assert!(detected, "bit {bit}");
+        file.write_all_at(&[byte], at).unwrap();
     }
 }
 
@@ -199,6 +201,63 @@ fn runs_and_queries_are_recorded() {
     let count = manifest.query("SELECT count(*) AS n FROM run").unwrap();
     assert_eq!((count.columns[0].as_str(), &count.rows[0][0]), ("n", &Cell::Integer(1)));
     assert!(matches!(manifest.begin_run(&start), Err(ManifestError::ReadOnly)));
+}
+
+#[test]
+fn threads_share_a_manifest_and_a_shard() {
+    let (dir, spec) = (tempdir(), spec(StateDtype::Bf16));
+    let samples = samples(&spec, 4);
+    build(dir.path(), &spec, &samples);
+    let manifest = Manifest::open_read(dir.path()).unwrap();
+    let row = &manifest.shards().unwrap()[0];
+    let path = dir.path().join("shards").join(&row.file);
+    let reader = ShardReader::open(&path, &HeaderLimits::SHARD).unwrap();
+    std::thread::scope(|scope| {
+        let (manifest, reader) = (&manifest, &reader);
+        for sample in &samples {
+            scope.spawn(move || {
+                for _ in 0..20 {
+                    assert_eq!(&reader.read(sample.sample().id()).unwrap(), sample);
+                    reader.verify(&row.digest).unwrap();
+                    assert_eq!(manifest.samples().unwrap().len(), 4);
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn a_spec_without_layers_is_refused_before_anything_is_made() {
+    let dir = tempdir();
+    let root = dir.path().join("data");
+    for layers in [vec![], vec![LayerIndex(3), LayerIndex(1)]] {
+        let spec = CaptureSpec { layers, ..spec(StateDtype::Bf16) };
+        let error = Manifest::open_for_write(&root, &fingerprint(), &spec).unwrap_err();
+        assert_eq!(error.exit_code(), 78);
+        assert!(!root.exists());
+    }
+}
+
+#[test]
+fn a_shard_takes_only_what_its_header_can_hold_and_its_spec_says() {
+    let (dir, spec) = (tempdir(), spec(StateDtype::Bf16));
+    let dir = DatasetDir::new(dir.path());
+    let mut writer = ShardWriter::create(&dir, ShardId(0), &spec, &Digest([0; 32])).unwrap();
+    for seed in 0..4096 / 4 {
+        assert!(writer.has_room());
+        writer.push(&captured(&spec, 1, seed)).unwrap();
+    }
+    assert!(!writer.has_room());
+    let error = writer.push(&captured(&spec, 2, 1)).unwrap_err();
+    assert!(matches!(error, ShardError::Full { samples: 1024 }));
+    let mut writer = ShardWriter::create(&dir, ShardId(1), &spec, &Digest([0; 32])).unwrap();
+    writer.push(&captured(&spec, 2, 1)).unwrap();
+    let again = writer.push(&captured(&spec, 2, 1)).unwrap_err();
+    assert!(matches!(again, ShardError::Duplicate(_)));
+    let other = CaptureSpec { layers: vec![LayerIndex(1), LayerIndex(2)], ..spec };
+    let error = writer.push(&captured(&other, 2, 2)).unwrap_err();
+    assert!(matches!(error, ShardError::OtherSpec { .. }), "{error}");
+    assert!(ShardWriter::create(&dir, ShardId(1_000_000), &other, &Digest([0; 32])).is_err());
 }
 
 #[test]

@@ -180,6 +180,9 @@ fn other_sets_of_tensors_are_refused() {
         ("\"pre_norm\":\"true\"", "\"pre_norm\":\"fals\"", "after the final norm"),
         ("\"format_version\":\"1\"", "\"format_version\":\"2\"", "format version 2"),
         ("F8_E4M3", "F8_E5M2", "F8_E4M3 is expected"),
+        ("\"dtype\":\"U8\"", "\"dtype\":\"I8\"", "loss_mask is I8, U8 is expected"),
+        ("\"dtype\":\"U32\"", "\"dtype\":\"I32\"", "input_ids is I32, U32 is expected"),
+        ("\"dtype\":\"F32\"", "\"dtype\":\"I32\"", "scale is I32, F32 is expected"),
     ] {
         assert!(header.contains(from), "{from}");
         let mut bytes = whole[..8].to_vec();

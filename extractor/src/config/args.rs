@@ -16,7 +16,7 @@ use crate::target::{Device, QaNormEps};
 #[derive(Clone, Debug, Default)]
 pub struct ConfigArgs {
     flags: Flags,
-    from_environment: BTreeMap<String, bool>,
+    in_environment: BTreeMap<String, bool>,
 }
 
 impl ConfigArgs {
@@ -36,8 +36,8 @@ impl ConfigArgs {
     }
 
     /// Whether a key's value came from the environment and not from a flag.
-    pub(super) fn from_environment(&self, key: &str) -> bool {
-        self.from_environment.get(key).copied().unwrap_or(false)
+    pub(super) fn is_from_environment(&self, key: &str) -> bool {
+        self.in_environment.get(key).copied().unwrap_or(false)
     }
 }
 
@@ -69,7 +69,7 @@ impl ConfigArgs {
     fn note_sources(&mut self, matches: &ArgMatches) {
         for key in self.given().keys() {
             let environment = matches.value_source(key) == Some(ValueSource::EnvVariable);
-            self.from_environment.insert(key.clone(), environment);
+            self.in_environment.insert(key.clone(), environment);
         }
     }
 }

@@ -56,7 +56,7 @@ impl ConfigArgs {
             layered.put_file(path)?;
         }
         for (key, value) in self.given() {
-            let origin = if self.from_environment(&key) {
+            let origin = if self.is_from_environment(&key) {
                 Origin::Environment(format!("AERIE_{}", key.to_uppercase()))
             } else {
                 Origin::Flag(key.replace('_', "-"))

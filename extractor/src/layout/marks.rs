@@ -6,7 +6,7 @@ use std::ops::Range;
 use serde_json::Value;
 
 use super::THOUGHTS;
-use crate::conversation::{Chat, Message};
+use crate::conversation::{Chat, Message, Role};
 
 /// Marks are private-use characters of plane 15, one for each content.
 const FIRST_MARK: u32 = 0xF0000;
@@ -20,6 +20,18 @@ pub(super) struct Mark {
     pub(super) end: usize,
 }
 
+/// A marked rendering and the plain one, place for place.
+pub(super) struct Matched<'a> {
+    pub(super) marked: &'a Marked,
+    pub(super) plain: &'a str,
+    /// The marked rendering.
+    pub(super) text: String,
+    /// Marks of `text`, left to right.
+    pub(super) marks: Vec<Mark>,
+    /// For each mark, where its content stands in `plain`.
+    pub(super) places: Vec<Range<usize>>,
+}
+
 /// The chat with every content replaced by a mark.
 pub(super) struct Marked {
     pub(super) messages: Vec<Message>,
@@ -28,20 +40,23 @@ pub(super) struct Marked {
 }
 
 impl Marked {
-    /// `None` when there are more contents than marks.
-    pub(super) fn new(chat: &Chat) -> Option<Self> {
+    /// Text of `answer_specials` in an answer stays as it is, so that templates see it and it
+    /// counts as their own. With `mark_silence` an empty content is marked too, which shows where a
+    /// turn that only calls tools stands, but misleads templates that ask whether it says
+    /// anything. `None` when there are more contents than marks.
+    pub(super) fn new(chat: &Chat, answer_specials: &[String], mark_silence: bool) -> Option<Self> {
         let mut marked = Self { messages: Vec::with_capacity(chat.messages.len()), slots: vec![] };
         for (turn, message) in chat.messages.iter().enumerate() {
+            let kept = if message.role == Role::Assistant { answer_specials } else { &[] };
             let mut copy = message.clone();
-            // Templates ask whether a turn that calls tools says anything too.
-            if !(message.content.is_empty() && message.calls_tools()) {
-                copy.content = marked.add(turn, &message.content)?;
+            if mark_silence || !(message.content.is_empty() && message.calls_tools()) {
+                copy.content = marked.add_parts(turn, &message.content, kept)?;
             }
             for key in THOUGHTS {
                 if let Some(Value::String(text)) = copy.extra.get_mut(key)
                     && !text.is_empty()
                 {
-                    *text = marked.add(turn, text)?;
+                    *text = marked.add_parts(turn, text, kept)?;
                 }
             }
             marked.messages.push(copy);
@@ -49,11 +64,32 @@ impl Marked {
         Some(marked)
     }
 
-    fn add(&mut self, turn: usize, text: &str) -> Option<String> {
+    /// The text with all but the `kept` parts replaced by marks.
+    fn add_parts(&mut self, turn: usize, text: &str, kept: &[String]) -> Option<String> {
+        let mut marked = String::new();
+        let mut rest = text;
+        loop {
+            let hits = kept.iter().filter_map(|name| Some((rest.find(name.as_str())?, name)));
+            let first = hits.min_by_key(|(at, name)| (*at, std::cmp::Reverse(name.len())));
+            let Some((at, name)) = first.filter(|(_, name)| !name.is_empty()) else { break };
+            let (before, after) = rest.split_at(at);
+            if !before.is_empty() {
+                marked.push(self.add(turn, before)?);
+            }
+            marked.push_str(name);
+            rest = after.get(name.len()..)?;
+        }
+        if !rest.is_empty() || text.is_empty() {
+            marked.push(self.add(turn, rest)?);
+        }
+        Some(marked)
+    }
+
+    fn add(&mut self, turn: usize, text: &str) -> Option<char> {
         let slot = self.slots.len();
         let mark = u32::try_from(slot).ok().filter(|_| slot < MARKS)?;
         self.slots.push((turn, text.to_owned()));
-        char::from_u32(FIRST_MARK + mark).map(String::from)
+        char::from_u32(FIRST_MARK + mark)
     }
 
     /// The turn whose content a mark stands for.
@@ -63,12 +99,8 @@ impl Marked {
 
     /// Where each mark's content stands in the plain rendering. `None` when that is not the marked
     /// one with contents, whole or trimmed, put in.
-    pub(super) fn match_plain(
-        &self,
-        rendered: &str,
-        marks: &[Mark],
-        plain: &str,
-    ) -> Option<Vec<Range<usize>>> {
+    pub(super) fn match_plain<'a>(&'a self, text: String, plain: &'a str) -> Option<Matched<'a>> {
+        let (rendered, marks) = (text.as_str(), marks_of(&text));
         let mut places = Vec::with_capacity(marks.len());
         let mut at = marks.first().map_or(rendered.len(), |mark| mark.start);
         if plain.get(..at)? != rendered.get(..at)? {
@@ -86,7 +118,19 @@ impl Marked {
             places.push(at..at + length);
             at += length + between.len();
         }
-        (at == plain.len()).then_some(places)
+        (at == plain.len()).then_some(Matched { marked: self, plain, text, marks, places })
+    }
+}
+
+impl Matched<'_> {
+    /// A byte position of the marked text, not inside a mark, in the plain text.
+    pub(super) fn to_plain(&self, position: usize) -> usize {
+        let passed = self.marks.partition_point(|mark| mark.end <= position);
+        let last = passed.checked_sub(1);
+        match last.and_then(|last| Some((self.marks.get(last)?, self.places.get(last)?))) {
+            Some((mark, place)) => place.end + position - mark.end,
+            None => position,
+        }
     }
 }
 
@@ -121,13 +165,4 @@ pub(super) fn marks_of(rendered: &str) -> Vec<Mark> {
             Some(Mark { slot, start, end: start + character.len_utf8() })
         })
         .collect()
-}
-
-/// A byte position of the marked rendering, not inside a mark, in the plain one.
-pub(super) fn to_plain(position: usize, marks: &[Mark], places: &[Range<usize>]) -> usize {
-    let passed = marks.partition_point(|mark| mark.end <= position);
-    match passed.checked_sub(1).and_then(|last| Some((marks.get(last)?, places.get(last)?))) {
-        Some((mark, place)) => place.end + position - mark.end,
-        None => position,
-    }
 }

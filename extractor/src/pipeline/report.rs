@@ -15,7 +15,7 @@ use crate::target::TargetError;
 use crate::target_dir::TargetDirError;
 
 /// Largest share of samples with non-finite states with which a run still succeeds.
-pub const NON_FINITE_LIMIT: f64 = 0.001;
+const NON_FINITE_LIMIT: f64 = 0.001;
 
 /// Why an extraction ended early.
 #[derive(Debug, Error)]

@@ -145,7 +145,10 @@ pub enum TargetError {
         reason: String,
     },
     /// A batch took longer than its deadline.
-    #[error("no answer from ranks {waiting:?} within {}; raise the deadline or send smaller batches", seconds(*.limit))]
+    #[error(
+        "no answer from ranks {waiting:?} within {:.1} s; raise the deadline or send smaller batches",
+        .limit.as_secs_f64()
+    )]
     Deadline {
         /// Ranks that have not answered.
         waiting: Vec<usize>,
@@ -165,10 +168,6 @@ pub enum TargetError {
         /// Shape or kind that was expected.
         expected: String,
     },
-}
-
-fn seconds(limit: Duration) -> String {
-    format!("{:.1} s", limit.as_secs_f64())
 }
 
 impl TargetError {

@@ -45,9 +45,13 @@ pub(super) fn strftime_fixed(format: String) -> Result<String, Error> {
 
 /// A message as templates read it: `role`, `content`, then its other keys.
 pub(super) fn write_message(message: &Message) -> Value {
+    let content = match message.content.as_str() {
+        "" if message.content_is_null => Value::from(()),
+        text => Value::from(text),
+    };
     let mut entries = vec![
         ("role".to_owned(), Value::from(message.role.name())),
-        ("content".to_owned(), Value::from(message.content.clone())),
+        ("content".to_owned(), content),
     ];
     entries.extend(message.extra.iter().map(|(key, value)| (key.clone(), from_json(value))));
     Value::from_object(Ordered(entries))
@@ -135,14 +139,14 @@ impl JsonWriter {
             ValueKind::String => self.string(value.as_str().unwrap_or_default()),
             ValueKind::Seq | ValueKind::Iterable => {
                 let items: Vec<Value> = value.try_iter()?.checked().collect::<Result<_, _>>()?;
-                self.list('[', &items, ']', depth, |writer, item| writer.write(item, depth + 1))?;
+                self.list(['[', ']'], &items, depth, |writer, item| writer.write(item, depth + 1))?;
             }
             ValueKind::Map => {
                 let mut keys: Vec<Value> = value.try_iter()?.checked().collect::<Result<_, _>>()?;
                 if self.sort {
                     keys.sort();
                 }
-                self.list('{', &keys, '}', depth, |writer, key| {
+                self.list(['{', '}'], &keys, depth, |writer, key| {
                     writer.string(&key.to_string());
                     let separator = writer.key.clone();
                     writer.out.push_str(&separator);
@@ -156,9 +160,8 @@ impl JsonWriter {
 
     fn list(
         &mut self,
-        open: char,
+        [open, close]: [char; 2],
         items: &[Value],
-        close: char,
         depth: usize,
         mut write: impl FnMut(&mut Self, &Value) -> Result<(), Error>,
     ) -> Result<(), Error> {

@@ -14,7 +14,7 @@ use fancy_regex::Regex;
 use thiserror::Error;
 
 pub use files::TokenizerConfig;
-pub(crate) use files::read_limited;
+pub(crate) use files::{read_limited, stop_ids};
 use huggingface::HuggingFace;
 use tiktoken::Tiktoken;
 
@@ -114,7 +114,7 @@ impl TokenizerError {
 
 #[derive(Clone, Debug)]
 enum Kind {
-    Tiktoken(Tiktoken),
+    Tiktoken(Box<Tiktoken>),
     HuggingFace(Box<HuggingFace>),
 }
 
@@ -164,7 +164,7 @@ impl Tokenizer {
         let inner = Tiktoken::parse(file)?;
         let specials = inner.specials(named)?;
         let vocab_size = specials.values().max().map_or(0, |&last| last as usize + 1);
-        Self::new(Kind::Tiktoken(inner), specials, vocab_size, file.as_bytes())
+        Self::new(Kind::Tiktoken(Box::new(inner)), specials, vocab_size, file.as_bytes())
     }
 
     fn new(
@@ -185,9 +185,11 @@ impl Tokenizer {
         names.sort_unstable_by_key(|name| (std::cmp::Reverse(name.len()), *name));
         let alternatives: Vec<_> = names.iter().map(|name| fancy_regex::escape(name)).collect();
         let special_pattern = (!alternatives.is_empty())
-            .then(|| Regex::new(&alternatives.join("|")))
-            .transpose()
-            .map_err(|error| TokenizerError::Split(error.into()))?;
+            .then(|| {
+                Regex::new(&alternatives.join("|"))
+                    .map_err(|error| TokenizerError::Split(error.into()))
+            })
+            .transpose()?;
         let special_names = specials.iter().map(|(name, &id)| (id, name.clone())).collect();
         let digest = *hasher.finalize().as_bytes();
         Ok(Self { kind, specials, special_names, special_pattern, vocab_size, digest })
@@ -195,11 +197,9 @@ impl Tokenizer {
 
     /// Token ids of a text.
     pub fn encode(&self, text: &str, mode: SpecialText) -> Result<Vec<u32>, TokenizerError> {
-        let ordinary = match mode {
-            SpecialText::Allowed => Vec::new(),
-            SpecialText::Ordinary => vec![0..text.len()],
-        };
-        Ok(self.encode_spans(text, &ordinary)?.iter().map(|token| token.id).collect())
+        let end = if mode == SpecialText::Ordinary { text.len() } else { 0 };
+        let tokens = self.encode_spans(text, std::slice::from_ref(&(0..end)))?;
+        Ok(tokens.iter().map(|token| token.id).collect())
     }
 
     /// Tokens of a text. Text of a special token that touches one of the byte ranges in

@@ -15,8 +15,12 @@ fn compare(golden: &str, options: &EngineOptions) -> GoldenReport {
 
 /// Tensor parallelism must not change what the model computes.
 fn agrees_at_every_tp(golden: &str, model: &str) -> GoldenReport {
+    agrees_at(&[1, 2, 4, 8], golden, model)
+}
+
+fn agrees_at(tps: &[usize], golden: &str, model: &str) -> GoldenReport {
     let mut last = None;
-    for tp in [1, 2, 4, 8] {
+    for &tp in tps {
         let report = compare(golden, &options(model, tp));
         assert!(report.agrees(TOLERANCE), "tp {tp}: {report:#?}");
         last = Some(report);
@@ -45,6 +49,20 @@ fn tiny_odd() {
 fn stories260k() {
     let report = agrees_at_every_tp("stories260k", STORIES);
     assert_eq!(report.greedy, 128);
+}
+
+/// Biases on queries, keys and values, and a tied head.
+#[test]
+fn tiny_qwen2() {
+    let report = agrees_at(&[1, 2, 4], "tiny_qwen2", "tests/fixtures/tiny-qwen2");
+    assert_eq!(report.greedy, 16);
+}
+
+/// Norms of query and key heads, and YaRN that scales cos and sin.
+#[test]
+fn tiny_qwen3() {
+    let report = agrees_at(&[1, 2, 4], "tiny_qwen3", "tests/fixtures/tiny-qwen3");
+    assert_eq!(report.greedy, 16);
 }
 
 /// The same states whether ranks hold whole experts or a part of each.

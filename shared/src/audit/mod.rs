@@ -209,7 +209,8 @@ fn check_orphans(present: &[String], shards: &[ShardRow], writing: bool, report:
     let in_work = |name: &str| name.parse::<ShardId>().is_ok() || name.ends_with(".tmp");
     for name in present {
         let known = shards.iter().any(|shard| shard.file == *name);
-        if !known && !(writing && in_work(name)) {
+        let expected = known || (writing && in_work(name));
+        if !expected {
             let detail = "no row of the manifest names this file";
             report.add(FindingKind::Orphan, Some(name), detail);
         }

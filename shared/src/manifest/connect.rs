@@ -48,7 +48,7 @@ pub(super) async fn for_write(path: &Path) -> Result<SqliteConnection, ManifestE
         .await
         .map_err(sql("setting the journal mode"))?;
     MIGRATIONS
-        .run_direct(None, &mut conn, false)
+        .run(&mut conn)
         .await
         .map_err(|source| ManifestError::Migrate { path: path.to_path_buf(), source })?;
     Ok(conn)
@@ -210,4 +210,22 @@ pub(super) async fn settings(
     }
     let spec = serde_json::from_str(&spec).map_err(|error| damaged(path, error.to_string()))?;
     Ok((fingerprint, spec))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_with_the_corruption_bug_are_known() {
+        for (version, fixed) in [
+            ("3.40.1", false),
+            ("3.51.2", false),
+            ("3.51.3", true),
+            ("3.53.0", true),
+            ("4.0", true),
+        ] {
+            assert_eq!(is_fixed_sqlite(version), fixed, "{version}");
+        }
+    }
 }

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use thiserror::Error;
 
+use crate::contract::LayerIndex;
 use crate::durable::DurableError;
 use crate::fingerprint::FieldChange;
 use crate::sample::SampleId;
@@ -78,6 +79,16 @@ pub enum ManifestError {
     /// The data set was begun under other settings.
     #[error("the data set was begun with other settings; use a new directory or the old settings.{}", lines(.0))]
     FingerprintChanged(Vec<FieldChange>),
+    /// No layers, or not ascending, or no width.
+    #[error(
+        "layers {layers:?} of width {hidden_size} can't be captured: at least one layer, ascending, and a width are needed"
+    )]
+    Spec {
+        /// Layers asked for.
+        layers: Vec<LayerIndex>,
+        /// Width asked for.
+        hidden_size: usize,
+    },
     /// A shard written under another fingerprint than the data set's.
     #[error("shard {0} was written under another fingerprint than the data set's")]
     ForeignShard(ShardId),
@@ -141,9 +152,10 @@ impl ManifestError {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Locked { .. } => 73,
-            Self::FingerprintChanged(_) | Self::NetworkFileSystem { .. } | Self::NotASelect(_) => {
-                78
-            }
+            Self::FingerprintChanged(_)
+            | Self::Spec { .. }
+            | Self::NetworkFileSystem { .. }
+            | Self::NotASelect(_) => 78,
             Self::Io(error) => error.exit_code(),
             Self::Lock { .. } | Self::Runtime(_) => 74,
             Self::Sql { source, .. } => sql_exit_code(source),
@@ -175,6 +187,8 @@ fn sql_exit_code(error: &sqlx::Error) -> u8 {
         Some(11 | 26) => 65,
         Some(_) => 70,
         None if matches!(error, sqlx::Error::Io(_)) => 74,
+        // A value that no version of ours has written.
+        None if matches!(error, sqlx::Error::Decode(_) | sqlx::Error::ColumnDecode { .. }) => 65,
         None => 70,
     }
 }

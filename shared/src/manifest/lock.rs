@@ -3,6 +3,7 @@
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::Path;
+use std::time::Duration;
 
 use super::ManifestError;
 use crate::durable::DatasetDir;
@@ -20,10 +21,15 @@ impl WriterLock {
         let path = dir.lock();
         let refused = |source| ManifestError::Lock { path: path.clone(), source };
         let mut file = open(&path).map_err(refused)?;
-        match file.try_lock() {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => return Err(held(dir, &mut file)),
-            Err(TryLockError::Error(source)) => return Err(refused(source)),
+        let mut tries = 0;
+        while let Err(error) = file.try_lock() {
+            tries += 1;
+            match error {
+                TryLockError::Error(source) => return Err(refused(source)),
+                TryLockError::WouldBlock if tries == 4 => return Err(held(dir, &mut file)),
+                // An audit holds the lock for a moment to see whether somebody writes.
+                TryLockError::WouldBlock => std::thread::sleep(Duration::from_millis(20)),
+            }
         }
         let holder = format!("{} {}\n", std::process::id(), provenance::host());
         file.set_len(0).map_err(refused)?;

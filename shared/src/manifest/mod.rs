@@ -67,6 +67,13 @@ impl Manifest {
         fingerprint: &Fingerprint,
         spec: &CaptureSpec,
     ) -> Result<Self, ManifestError> {
+        if spec.layers.is_empty()
+            || spec.hidden_size == 0
+            || !spec.layers.is_sorted_by(|a, b| a < b)
+        {
+            let (layers, hidden_size) = (spec.layers.clone(), spec.hidden_size);
+            return Err(ManifestError::Spec { layers, hidden_size });
+        }
         let runtime = runtime()?;
         dir.create()?;
         refuse_network(dir.root())?;

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{BufReader, Seek, SeekFrom};
+use std::io::{self, BufReader, Read};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -16,6 +16,20 @@ use crate::durable::at;
 use crate::files::{Files, RealFiles};
 use crate::header::{HeaderLimits, ShardHeader, TensorEntry};
 use crate::sample::{SampleId, TokenSample};
+
+/// Reads a file from its start without its cursor, which threads share.
+struct FromStart<'a> {
+    file: &'a File,
+    position: u64,
+}
+
+impl Read for FromStart<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let read = self.file.read_at(buffer, self.position)?;
+        self.position += read as u64;
+        Ok(read)
+    }
+}
 
 /// An open shard. Only its header is in memory.
 #[derive(Debug)]
@@ -54,9 +68,8 @@ impl ShardReader {
 
     /// Compares the whole file with the digest it was sealed under. Reads every byte once.
     pub fn verify(&self, expected: &Digest) -> Result<(), ShardError> {
-        let mut file = &self.file;
-        file.seek(SeekFrom::Start(0)).map_err(at("reading", &self.path))?;
-        let (found, _) = Digest::of_reader(file).map_err(at("reading", &self.path))?;
+        let whole = FromStart { file: &self.file, position: 0 };
+        let (found, _) = Digest::of_reader(whole).map_err(at("reading", &self.path))?;
         if found != *expected {
             let (path, expected) = (self.path.clone(), *expected);
             return Err(ShardError::Digest { path, expected, found });

@@ -129,7 +129,7 @@ impl ShardWriter {
     }
 
     /// Writes the file durably: temporary name, fsync, rename without replacing, fsync of the
-    /// directory. After an error there is no file of that name.
+    /// directory. What an error leaves behind, the next writer of the data set removes.
     pub fn seal(self) -> Result<SealedShard, ShardError> {
         let mut tensors: Vec<Part<'_>> = self.samples.iter().flat_map(parts).collect();
         // Largest elements first, so that every tensor is aligned to its element without padding,
