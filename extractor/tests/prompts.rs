@@ -51,7 +51,9 @@ fn all_spellings_say_the_same() {
             {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}),
         json!({"conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "q"},
             {"from": "gpt", "value": "a"}], "source": "sharegpt", "text": null}),
-        json!({"conversations": [{"role": "developer", "content": "s"},
+        json!({"system": "s", "tools": "", "conversations": [{"from": "human", "value": "q"},
+            {"from": "gpt", "value": "a"}]}),
+        json!({"system": " ", "conversations": [{"role": "developer", "content": "s"},
             {"role": "user", "content": [{"type": "text", "text": "q"}]},
             {"from": "model", "value": ["", "a"]}]}),
     ] {
@@ -108,6 +110,14 @@ fn every_fault_has_its_reason() {
         (r#"{"prompt":"x"}"#.into(), RejectReason::NoConversation),
         (r#"{"text":"x","input_ids":[1]}"#.into(), RejectReason::AmbiguousConversation),
         (r#"{"messages":"x"}"#.into(), RejectReason::BadField),
+        (
+            format!(
+                "{{\"system\":\"s\",{}",
+                &chat(&format!("{},{q},{a}", q.replace("user", "system")))[1..]
+            ),
+            RejectReason::BadField,
+        ),
+        (format!("{{\"system\":[],{}", &chat(&format!("{q},{a}"))[1..]), RejectReason::BadField),
         (r#"{"messages":["x"]}"#.into(), RejectReason::BadField),
         (r#"{"text":7}"#.into(), RejectReason::BadField),
         (r#"{"text":" "}"#.into(), RejectReason::EmptyContent),
