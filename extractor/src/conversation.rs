@@ -282,7 +282,7 @@ fn join_content(index: usize, content: Value) -> Result<String, Fault> {
                         return Err(Fault::new(
                             RejectReason::UnsupportedContent,
                             format!(
-                                "turn {index} has a part of type {:?}: only text parts are understood",
+                                "turn {index} has a part of type {:?}: only text is understood",
                                 kind.map_or("(none)".into(), clip)
                             ),
                         ));

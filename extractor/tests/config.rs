@@ -148,10 +148,13 @@ const ROW: &str =
 fn the_plan_counts_samples_duplicates_and_rejects() {
     let dir = tempfile::tempdir().unwrap();
     // The same turns in another spelling are the same sample; ids do not matter.
-    let same = r#"{"id":9,"conversations":[{"from":"human","value":"q"},{"from":"gpt","value":"Once more."}]}"#;
+    let same = json!({"id": 9, "conversations": [
+        {"from": "human", "value": "q"}, {"from": "gpt", "value": "Once more."},
+    ]})
+    .to_string();
     let other = ROW.replace("more", "again");
     let tokens = r#"{"input_ids":[1,2,9999],"loss_mask":[0,1,1]}"#;
-    let rows = [ROW, same, &other, "{", tokens].join("\n");
+    let rows = [ROW, &same, &other, "{", tokens].join("\n");
     let prompts = write(dir.path(), "p.jsonl", &rows);
     let model = nano_kimi_dir();
     let plan = |more: &[&str]| {

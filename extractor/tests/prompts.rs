@@ -251,7 +251,7 @@ fn several_files_are_read_in_the_order_named() {
 proptest! {
     #[test]
     fn any_bytes_give_one_line_a_line(lines in proptest::collection::vec(
-        proptest::collection::vec(any::<u8>().prop_filter("", |&byte| byte != b'\n'), 1..40), 1..8)) {
+        proptest::collection::vec(prop_oneof![0..10_u8, 11..=255_u8], 1..40), 1..8)) {
         let mut file = b"{\"text\":\"first\"}\n".to_vec();
         for line in &lines {
             file.extend_from_slice(line);
