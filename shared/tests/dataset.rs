@@ -99,7 +99,7 @@ fn a_sample_cannot_be_committed_twice() {
     assert_eq!(manifest.next_shard_id().unwrap(), ShardId(1));
     let sealed = seal(dir.path(), ShardId(1), &spec, &samples[..1]);
     let error = manifest.commit_shard(&sealed, &committed(&samples[..1], 10)).unwrap_err();
-    assert!(error.to_string().contains("UNIQUE"), "{error}");
+    assert!(words(&error).contains("UNIQUE"), "{error}");
     assert_eq!(manifest.shards().unwrap().len(), 1, "the transaction left something behind");
     drop(manifest);
     // The sealed file has no rows: the next writer removes it.

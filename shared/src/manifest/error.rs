@@ -28,7 +28,7 @@ pub enum ManifestError {
         host: String,
     },
     /// The lock file can't be opened or locked at all.
-    #[error("locking {}: {source}", path.display())]
+    #[error("locking {}", path.display())]
     Lock {
         /// The lock file.
         path: PathBuf,
@@ -121,10 +121,10 @@ pub enum ManifestError {
     #[error(transparent)]
     Io(#[from] DurableError),
     /// The runtime can't be started.
-    #[error("starting the manifest's runtime: {0}")]
+    #[error("starting the manifest's runtime")]
     Runtime(#[source] io::Error),
     /// SQLite said no.
-    #[error("{doing}: {source}")]
+    #[error("{doing}")]
     Sql {
         /// What was being done.
         doing: &'static str,
@@ -133,7 +133,7 @@ pub enum ManifestError {
         source: sqlx::Error,
     },
     /// The tables can't be brought to the current version.
-    #[error("migrating {}: {source}", path.display())]
+    #[error("migrating {}", path.display())]
     Migrate {
         /// The database.
         path: PathBuf,
