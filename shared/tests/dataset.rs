@@ -198,6 +198,8 @@ fn runs_and_queries_are_recorded() {
     assert_eq!(runs.rows[0][rate], Cell::Real(20.0));
     assert!(manifest.query("DELETE FROM run").is_err());
     assert!(manifest.query("WITH x AS (SELECT 1) DELETE FROM run").is_err());
+    let error = manifest.query("SELECT x FROM nowhere").unwrap_err();
+    assert_eq!((error.exit_code(), words(&error).matches("nowhere").count()), (78, 1));
     let count = manifest.query("SELECT count(*) AS n FROM run").unwrap();
     assert_eq!((count.columns[0].as_str(), &count.rows[0][0]), ("n", &Cell::Integer(1)));
     assert!(matches!(manifest.begin_run(&start), Err(ManifestError::ReadOnly)));

@@ -12,7 +12,8 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-pub use reader::ShardReader;
+pub(crate) use reader::open_header;
+pub use reader::{ShardReader, read_header};
 pub use writer::ShardWriter;
 
 use crate::contract::ContractError;
