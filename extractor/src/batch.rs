@@ -42,3 +42,68 @@ impl TokenBatch {
         self.samples.iter().flat_map(|s| s.input_ids().iter().copied()).collect()
     }
 }
+
+/// Packs samples in the order they come: a batch is closed when the next sample would take it over
+/// the budget, and a sample above the budget has a batch of its own. The same samples in the same
+/// order always give the same batches.
+#[derive(Debug)]
+pub struct Batcher {
+    budget: usize,
+    waiting: Vec<TokenSample>,
+    tokens: usize,
+}
+
+impl Batcher {
+    /// `budget` is the wanted number of tokens of a batch.
+    pub fn new(budget: usize) -> Self {
+        Self { budget, waiting: Vec::new(), tokens: 0 }
+    }
+
+    /// Takes the next sample; returns a batch when that closes one.
+    pub fn push(&mut self, sample: TokenSample) -> Option<TokenBatch> {
+        let fits = self.waiting.is_empty() || self.tokens + sample.tokens() <= self.budget;
+        let closed = if fits { None } else { self.finish() };
+        self.tokens += sample.tokens();
+        self.waiting.push(sample);
+        closed
+    }
+
+    /// The last batch, if any sample waits for one.
+    pub fn finish(&mut self) -> Option<TokenBatch> {
+        self.tokens = 0;
+        let samples = std::mem::take(&mut self.waiting);
+        (!samples.is_empty()).then(|| TokenBatch::new(samples))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn packs_every_sample_once_in_order_within_the_budget(
+            lengths in proptest::collection::vec(1..40_usize, 0..60),
+            budget in 1..100_usize,
+        ) {
+            let samples: Vec<TokenSample> = (0..).zip(&lengths)
+                .map(|(id, &n)| TokenSample::new(vec![id; n], vec![1; n]).unwrap())
+                .collect();
+            let mut batcher = Batcher::new(budget);
+            let mut batches: Vec<TokenBatch> =
+                samples.iter().filter_map(|sample| batcher.push(sample.clone())).collect();
+            batches.extend(batcher.finish());
+            prop_assert!(batcher.finish().is_none());
+            let packed: Vec<TokenSample> =
+                batches.iter().flat_map(|batch| batch.samples().to_vec()).collect();
+            prop_assert_eq!(packed, samples);
+            for pair in batches.windows(2) {
+                prop_assert!(pair[0].tokens() <= budget || pair[0].samples().len() == 1);
+                // Closing was necessary: the next sample would not have fitted.
+                prop_assert!(pair[0].tokens() + pair[1].samples()[0].tokens() > budget);
+            }
+        }
+    }
+}

@@ -7,8 +7,34 @@
 //! DATASET/target/                    what the trainer needs of the target model
 //! ```
 
+pub mod audit;
 pub mod contract;
+pub mod diagnosis;
+pub mod digest;
+pub mod durable;
+pub mod files;
+pub mod fingerprint;
+pub mod finite;
+pub mod foreign;
+pub mod fp8;
+pub mod header;
+pub mod manifest;
+pub mod provenance;
 pub mod sample;
+pub mod shard;
 
-pub use contract::{CaptureSpec, CapturedSample, LayerIndex, LayerState, StateDtype, StateRows};
+pub use audit::{AuditReport, Finding, FindingKind, Verify, audit};
+pub use contract::{
+    CaptureSpec, CapturedSample, ContractError, LayerIndex, LayerState, LayerStats, StateDtype,
+    StateRows,
+};
+pub use digest::Digest;
+pub use durable::{DatasetDir, DurableError};
+pub use fingerprint::{FieldChange, Fingerprint};
+pub use foreign::{ForeignReport, ForeignTensor, audit_foreign};
+pub use header::{HeaderLimits, ShardHeader};
+pub use manifest::{Conservation, Manifest, ManifestError, SourceOutcome, SourceRecord, SourceRow};
 pub use sample::{SampleError, SampleId, TokenSample};
+pub use shard::{
+    SealedShard, ShardEntry, ShardError, ShardId, ShardReader, ShardWriter, TensorRecord,
+};

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
+use serde::{Serialize, Serializer};
 use thiserror::Error;
 
 /// Content hash of a sample: the first 16 bytes of BLAKE3 over its token ids and loss mask.
@@ -36,6 +37,12 @@ impl fmt::Display for SampleId {
 impl fmt::Debug for SampleId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "SampleId({self})")
+    }
+}
+
+impl Serialize for SampleId {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
     }
 }
 

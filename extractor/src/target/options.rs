@@ -4,30 +4,22 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
+
 use super::error::TargetError;
 use super::plan::{ExpertPlan, RankPlan};
 use super::spec::{QaNormEps, TargetSpec};
 
 /// Where the target computes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
 pub enum Device {
     /// Threads of this process.
     #[default]
     Cpu,
-    /// NVIDIA GPUs.
+    /// NVIDIA GPUs, one a rank.
     Cuda,
-}
-
-impl std::str::FromStr for Device {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "cpu" => Ok(Self::Cpu),
-            "cuda" => Ok(Self::Cuda),
-            _ => Err(format!("`{text}` is not one of cpu, cuda")),
-        }
-    }
 }
 
 impl std::fmt::Display for Device {

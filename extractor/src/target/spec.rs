@@ -2,6 +2,8 @@
 
 use std::path::Path;
 
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::config::Fields;
@@ -148,7 +150,8 @@ pub struct MoeSpec {
 }
 
 /// Which epsilon the norms of the MLA latents use.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
 pub enum QaNormEps {
     /// 1e-6, as the Hugging Face code of DeepSeek-V3 does whatever the configuration says.
     Hf,
@@ -163,18 +166,6 @@ impl QaNormEps {
         match self {
             Self::Hf => 1e-6,
             Self::Config => rms_norm_eps,
-        }
-    }
-}
-
-impl std::str::FromStr for QaNormEps {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "hf" => Ok(Self::Hf),
-            "config" => Ok(Self::Config),
-            _ => Err(format!("`{text}` is not one of hf, config")),
         }
     }
 }

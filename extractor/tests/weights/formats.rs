@@ -6,9 +6,12 @@ use safetensors::tensor::{Dtype, SafeTensors};
 
 use super::*;
 
-/// Name, shape, first and last four values, sum of magnitudes: computed by a separate script from
+/// Name, shape, first and last four values, sum of magnitudes.
+type Golden = (&'static str, [usize; 2], [f32; 4], [f32; 4], f64);
+
+/// Computed by a separate script from
 /// the bytes of the files. The parts of the first tensor lie in different files.
-const INT4_GOLDEN: [(&str, [usize; 2], [f32; 4], [f32; 4], f64); 2] = [
+const INT4_GOLDEN: [Golden; 2] = [
     (
         "model.layers.4.mlp.experts.3.up_proj",
         [256, 128],

@@ -68,7 +68,10 @@ pub enum WeightsError {
         file: String,
     },
     /// Index and files disagree on where a tensor is.
-    #[error("{}: tensor {tensor} {problem}; index and files are of different downloads", path.display())]
+    #[error(
+        "{}: tensor {tensor} {problem}; index and files are of different downloads",
+        path.display()
+    )]
     IndexMismatch {
         /// The index.
         path: PathBuf,

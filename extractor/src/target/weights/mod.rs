@@ -245,19 +245,30 @@ fn logical_name(stored: String) -> String {
     }
 }
 
-/// The name that shares most of its start and end with `name`, if little is left between.
+/// The name that shares most of its start and end with `name`, if little is left between; how a
+/// weight is stored does not count.
 fn closest<'a>(name: &str, names: impl Iterator<Item = &'a String>) -> Option<String> {
     const MAX_DIFFERENCE: usize = 8;
     let shared = |a: &mut dyn Iterator<Item = u8>, b: &mut dyn Iterator<Item = u8>| {
         a.zip(b).take_while(|(a, b)| a == b).count()
     };
+    let name = layer_of(name);
     let difference = |other: &str| {
+        let other = layer_of(other);
         let prefix = shared(&mut name.bytes(), &mut other.bytes());
         let suffix = shared(&mut name.bytes().rev(), &mut other.bytes().rev());
         let shorter = name.len().min(other.len());
         name.len().max(other.len()) - (prefix + suffix).min(shorter)
     };
-    let (difference, name) =
+    let (difference, closest) =
         names.map(|other| (difference(other), other)).min_by_key(|(difference, _)| *difference)?;
-    (difference <= MAX_DIFFERENCE && difference < name.len()).then(|| name.clone())
+    (difference <= MAX_DIFFERENCE && difference < name.len()).then(|| closest.clone())
+}
+
+/// The name without the part of a weight.
+fn layer_of(name: &str) -> &str {
+    match name.rsplit_once('.') {
+        Some((layer, part)) if part.starts_with("weight") => layer,
+        _ => name,
+    }
 }

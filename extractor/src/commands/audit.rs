@@ -1,0 +1,62 @@
+//! `extractor audit`: is the data set what its manifest says?
+
+use std::io::Write;
+use std::path::PathBuf;
+
+use anyhow::Context;
+use shared::{AuditReport, Verify};
+
+/// Arguments of `extractor audit`.
+#[derive(clap::Args)]
+pub(crate) struct AuditArgs {
+    /// Directory of the data set.
+    dataset: PathBuf,
+    /// How much to read again: all, sample or none.
+    #[arg(long, default_value = "sample")]
+    verify: Verify,
+    /// Print the report as one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Prints the report; false when something is wrong.
+pub(crate) fn run(args: &AuditArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
+    let report = shared::audit(&args.dataset, args.verify)
+        .with_context(|| format!("auditing {}", args.dataset.display()))?;
+    if args.json {
+        let mut value = serde_json::to_value(&report)?;
+        if let Some(object) = value.as_object_mut() {
+            object.insert("clean".to_owned(), report.clean().into());
+        }
+        writeln!(out, "{value}")?;
+    } else {
+        print(&report, out)?;
+    }
+    Ok(report.clean())
+}
+
+fn print(report: &AuditReport, out: &mut dyn Write) -> std::io::Result<()> {
+    let lines = report.conservation;
+    writeln!(
+        out,
+        "{} lines = {} committed + {} duplicate + {} rejected + {} pending",
+        lines.lines, lines.committed, lines.duplicate, lines.rejected, lines.pending
+    )?;
+    writeln!(
+        out,
+        "{} shards, {} samples, {} tokens; {} samples read again, {} bytes hashed",
+        report.shards, report.samples, report.tokens, report.samples_read, report.bytes_hashed
+    )?;
+    for finding in &report.findings {
+        let grade = if finding.kind.is_note() { "note" } else { "FAULT" };
+        let shard = finding.shard.as_ref().map(|file| format!("{file}: ")).unwrap_or_default();
+        writeln!(out, "{grade}: {shard}{}", finding.detail)?;
+        for id in finding.samples.iter().take(5) {
+            writeln!(out, "    sample {id}")?;
+        }
+        if finding.samples.len() > 5 {
+            writeln!(out, "    and {} more (--json lists all)", finding.samples.len() - 5)?;
+        }
+    }
+    writeln!(out, "{}", if report.clean() { "clean" } else { "NOT clean" })
+}

@@ -1,0 +1,247 @@
+//! Captured batches to shards and manifest: cuts a batch into samples, checks each against the
+//! contract, and commits a shard when it is full. Knows nothing of models.
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use serde::Serialize;
+use shared::contract::ContractError;
+use shared::manifest::{Manifest, ManifestError, SourceOutcome, SourceRecord};
+use shared::shard::{ShardError, ShardWriter};
+use shared::{CapturedSample, LayerIndex, LayerState, SampleId, StateRows};
+use thiserror::Error;
+
+use crate::batch::TokenBatch;
+use crate::capture::{Capture, LayerCapture};
+
+/// Why captured states are not in the data set.
+#[derive(Debug, Error)]
+pub enum SinkError {
+    /// The states do not satisfy the contract.
+    #[error("batch {batch}: {source}")]
+    Contract {
+        /// Number of the batch in this run.
+        batch: u64,
+        /// What is wrong, with the likely cause.
+        #[source]
+        source: ContractError,
+    },
+    /// A capture whose rows are not those of the batch.
+    #[error("batch {batch}: layer {layer} has {got} values, {expected} were expected")]
+    Rows {
+        /// Number of the batch in this run.
+        batch: u64,
+        /// Captured layer.
+        layer: LayerIndex,
+        /// tokens x hidden.
+        expected: usize,
+        /// What came.
+        got: usize,
+    },
+    /// A shard could not be written.
+    #[error(transparent)]
+    Shard(#[from] ShardError),
+    /// The manifest could not be written.
+    #[error(transparent)]
+    Manifest(#[from] ManifestError),
+}
+
+impl SinkError {
+    /// Exit code of the process.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Contract { .. } => 65,
+            Self::Rows { .. } => 70,
+            Self::Shard(error) => error.exit_code(),
+            Self::Manifest(error) => error.exit_code(),
+        }
+    }
+}
+
+/// What a sink has done so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Written {
+    /// Samples committed.
+    pub samples: u64,
+    /// Their tokens.
+    pub tokens: u64,
+    /// Shards sealed.
+    pub shards: u64,
+    /// Bytes of sealed shards.
+    pub bytes: u64,
+    /// Samples refused because their states were not finite.
+    pub non_finite: u64,
+}
+
+/// Collects samples into shards.
+pub struct ShardSink<'a> {
+    manifest: &'a Manifest,
+    shard_bytes: u64,
+    shard: Option<ShardWriter>,
+    /// The line that each sample not committed yet came from.
+    origins: HashMap<SampleId, SourceRecord>,
+    /// Rejects and duplicates not recorded yet.
+    notes: Vec<SourceRecord>,
+    /// Samples with non-finite states, and what was found.
+    quarantined: HashMap<SampleId, String>,
+    batches: u64,
+    written: Written,
+}
+
+impl<'a> ShardSink<'a> {
+    /// A sink that seals a shard once it holds `shard_bytes` of tensors.
+    pub fn new(manifest: &'a Manifest, shard_bytes: u64) -> Self {
+        Self {
+            manifest,
+            shard_bytes,
+            shard: None,
+            origins: HashMap::new(),
+            notes: Vec::new(),
+            quarantined: HashMap::new(),
+            batches: 0,
+            written: Written::default(),
+        }
+    }
+
+    /// Adds one captured batch and records of lines; those of its samples must be among the
+    /// records given by now.
+    pub fn write(
+        &mut self,
+        batch: &TokenBatch,
+        capture: &Capture,
+        sources: Vec<SourceRecord>,
+    ) -> Result<(), SinkError> {
+        self.require_rows(batch, capture)?;
+        self.note(sources);
+        for sample in self.check(batch, capture)? {
+            self.push(sample)?;
+        }
+        self.batches += 1;
+        Ok(())
+    }
+
+    /// Seals what is left. Called once, at the end of a run or when it is asked to stop.
+    pub fn finish(mut self) -> Result<Written, SinkError> {
+        self.seal()?;
+        Ok(self.written)
+    }
+
+    fn require_rows(&self, batch: &TokenBatch, capture: &Capture) -> Result<(), SinkError> {
+        let expected = batch.tokens() * capture.hidden_size;
+        match capture.layers.iter().find(|layer| layer.rows.len() != expected) {
+            None => Ok(()),
+            Some(LayerCapture { layer, rows }) => Err(SinkError::Rows {
+                batch: self.batches,
+                layer: *layer,
+                expected,
+                got: rows.len(),
+            }),
+        }
+    }
+
+    fn check(
+        &mut self,
+        batch: &TokenBatch,
+        capture: &Capture,
+    ) -> Result<Vec<CapturedSample>, SinkError> {
+        let spec = self.manifest.spec();
+        let batch_tokens: Vec<usize> = batch.samples().iter().map(|s| s.tokens()).collect();
+        let mut captured = Vec::with_capacity(batch_tokens.len());
+        for (sample, rows) in batch.samples().iter().zip(batch.cu_seqlens().windows(2)) {
+            let states = self.slice(sample.id(), capture, rows[0]..rows[1]);
+            match CapturedSample::new(sample.clone(), spec, states, &batch_tokens) {
+                Ok(sample) => captured.push(sample),
+                Err(error @ ContractError::NonFinite { .. }) => {
+                    tracing::error!("quarantined: {error}");
+                    self.quarantine(sample.id(), format!("non_finite: {error}"));
+                }
+                Err(source) => return Err(SinkError::Contract { batch: self.batches, source }),
+            }
+        }
+        Ok(captured)
+    }
+
+    fn slice(&self, id: SampleId, capture: &Capture, rows: Range<usize>) -> Vec<LayerState> {
+        let (hidden, dtype) = (capture.hidden_size, self.manifest.spec().dtype);
+        let cut = |layer: &LayerCapture| {
+            let shape = vec![rows.len(), hidden];
+            tracing::trace!(
+                target: "aerie::shapes",
+                stage = "sliced", batch = self.batches, sample = %id, layer = layer.layer.0,
+                ?shape, %dtype
+            );
+            let values = &layer.rows[rows.start * hidden..rows.end * hidden];
+            let rows = StateRows::from_f32(values, hidden, dtype);
+            LayerState { layer: layer.layer, shape, rows }
+        };
+        capture.layers.iter().map(cut).collect()
+    }
+
+    fn quarantine(&mut self, id: SampleId, reason: String) {
+        self.written.non_finite += 1;
+        if let Some(record) = self.origins.remove(&id) {
+            let outcome = SourceOutcome::Rejected(reason.clone());
+            self.notes.push(SourceRecord { outcome, ..record });
+        }
+        self.quarantined.insert(id, reason);
+    }
+
+    /// Adds records of lines that come without a batch.
+    pub fn note(&mut self, sources: Vec<SourceRecord>) {
+        for mut record in sources {
+            match record.outcome {
+                SourceOutcome::Committed(id) => {
+                    self.origins.insert(id, record);
+                    continue;
+                }
+                SourceOutcome::Duplicate(id) => {
+                    if let Some(reason) = self.quarantined.get(&id) {
+                        record.outcome = SourceOutcome::Rejected(reason.clone());
+                    }
+                }
+                SourceOutcome::Rejected(_) => {}
+            }
+            self.notes.push(record);
+        }
+    }
+
+    fn push(&mut self, sample: CapturedSample) -> Result<(), SinkError> {
+        let shard = match &mut self.shard {
+            Some(shard) => shard,
+            none => {
+                let (dir, spec) = (self.manifest.dir(), self.manifest.spec());
+                let fingerprint = self.manifest.fingerprint().digest();
+                let id = self.manifest.next_shard_id()?;
+                none.insert(ShardWriter::create(dir, id, spec, &fingerprint)?)
+            }
+        };
+        shard.push_owned(sample)?;
+        if shard.bytes() >= self.shard_bytes || !shard.has_room() {
+            self.seal()?;
+        }
+        Ok(())
+    }
+
+    /// Shard on stable storage first, its rows second: a row is proof of the bytes.
+    fn seal(&mut self) -> Result<(), SinkError> {
+        if let Some(shard) = self.shard.take() {
+            let sealed = shard.seal()?;
+            let lines: Vec<SourceRecord> =
+                sealed.entries.iter().filter_map(|e| self.origins.remove(&e.sample_id)).collect();
+            self.manifest.commit_shard(&sealed, &lines)?;
+            self.written.shards += 1;
+            self.written.bytes += sealed.bytes;
+            self.written.samples += sealed.entries.len() as u64;
+            self.written.tokens += sealed.entries.iter().map(|e| e.tokens as u64).sum::<u64>();
+            for tensor in sealed.entries.iter().flat_map(|entry| &entry.tensors) {
+                tracing::trace!(
+                    target: "aerie::shapes",
+                    stage = "written", shard = %sealed.id, name = tensor.name,
+                    shape = ?tensor.shape, dtype = tensor.dtype
+                );
+            }
+        }
+        self.manifest.record_sources(&std::mem::take(&mut self.notes))?;
+        Ok(())
+    }
+}

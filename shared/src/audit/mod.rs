@@ -1,0 +1,218 @@
+//! Answers whether a data set is what its manifest says: every line accounted for, every digest
+//! right, every row re-read, nothing left over. Changes nothing.
+
+mod shards;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::str::FromStr;
+
+use serde::Serialize;
+
+use crate::durable::{DatasetDir, at};
+use crate::manifest::{self, Conservation, Manifest, ManifestError, SampleRow, ShardRow};
+use crate::sample::SampleId;
+use crate::shard::ShardId;
+
+/// How much is read again.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Verify {
+    /// Every byte: digests of all shards, and every sample against the contract and its rows.
+    All,
+    /// Every header, one sample in 16 of each shard (at least one), the newest shard's digest.
+    Sample,
+    /// File sizes and the manifest only.
+    None,
+}
+
+impl FromStr for Verify {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "all" => Ok(Self::All),
+            "sample" => Ok(Self::Sample),
+            "none" => Ok(Self::None),
+            _ => Err(format!("`{text}` is not all, sample or none")),
+        }
+    }
+}
+
+/// What a finding is about.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FindingKind {
+    /// SQLite's own check, or references between tables.
+    ManifestDamaged,
+    /// lines = committed + duplicate + rejected + pending does not hold.
+    LinesDoNotAddUp,
+    /// A committed shard without its file.
+    ShardMissing,
+    /// A shard of another size than committed.
+    ShardSize,
+    /// A shard whose bytes changed.
+    ShardDigest,
+    /// A shard that can't be read as one, or was written under other settings.
+    ShardUnreadable,
+    /// Samples in the manifest that the shard does not hold.
+    SampleMissing,
+    /// Samples in a shard that the manifest does not know there.
+    SampleUnknown,
+    /// One sample in two shards.
+    SampleTwice,
+    /// A sample that does not fulfil the contract.
+    SampleBroken,
+    /// A sample that differs from its rows in the manifest.
+    RowsDiffer,
+    /// A file that no row names.
+    Orphan,
+    /// A suspicion: a layer of zeros, or two layers of equal size.
+    Suspicious,
+    /// A sample whose input line has changed since.
+    SourceChanged,
+}
+
+impl FindingKind {
+    /// Whether the finding only informs. All others make the audit fail.
+    pub fn is_note(self) -> bool {
+        matches!(self, Self::Suspicious | Self::SourceChanged)
+    }
+}
+
+/// Something that is not as it should be.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub struct Finding {
+    /// What it is about.
+    pub kind: FindingKind,
+    /// The file concerned.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub shard: Option<String>,
+    /// The samples concerned.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub samples: Vec<SampleId>,
+    /// In words.
+    pub detail: String,
+}
+
+/// The outcome of an audit.
+#[derive(Clone, PartialEq, Debug, Serialize)]
+pub struct AuditReport {
+    /// How much was read.
+    pub verify: Verify,
+    /// What became of all input lines.
+    pub conservation: Conservation,
+    /// Committed shards.
+    pub shards: usize,
+    /// Committed samples.
+    pub samples: usize,
+    /// Tokens of committed samples.
+    pub tokens: u64,
+    /// Samples that were read again and checked.
+    pub samples_read: usize,
+    /// Bytes that were hashed.
+    pub bytes_hashed: u64,
+    /// What is not as it should be.
+    pub findings: Vec<Finding>,
+}
+
+impl AuditReport {
+    /// Whether nothing but notes was found.
+    pub fn clean(&self) -> bool {
+        self.findings.iter().all(|finding| finding.kind.is_note())
+    }
+
+    fn add(&mut self, kind: FindingKind, shard: Option<&str>, detail: impl Into<String>) {
+        self.add_samples(kind, shard, Vec::new(), detail);
+    }
+
+    fn add_samples(
+        &mut self,
+        kind: FindingKind,
+        shard: Option<&str>,
+        samples: Vec<SampleId>,
+        detail: impl Into<String>,
+    ) {
+        let (shard, detail) = (shard.map(str::to_owned), detail.into());
+        self.findings.push(Finding { kind, shard, samples, detail });
+    }
+}
+
+/// Audits the data set in `dir`. An error means that the audit could not be made, for one because
+/// the manifest is damaged beyond opening.
+pub fn audit(dir: &Path, verify: Verify) -> Result<AuditReport, ManifestError> {
+    let dir = DatasetDir::new(dir);
+    let manifest = Manifest::open_read(dir.root())?;
+    // Listed before the rows are read: a shard committed in between is then no orphan.
+    let present = list(&dir)?;
+    let writing = manifest::is_held(&dir);
+    let (shards, samples) = (manifest.shards()?, manifest.samples()?);
+    let mut report = AuditReport {
+        verify,
+        conservation: manifest.conservation()?,
+        shards: shards.len(),
+        samples: samples.len(),
+        tokens: samples.iter().map(|sample| sample.tokens as u64).sum(),
+        samples_read: 0,
+        bytes_hashed: 0,
+        findings: Vec::new(),
+    };
+    for line in manifest.integrity()? {
+        report.add(FindingKind::ManifestDamaged, None, line);
+    }
+    check_lines(&manifest, &mut report)?;
+    let by_shard = group(&samples);
+    let context = shards::Context { manifest: &manifest, dir: &dir, verify };
+    let mut seen = BTreeMap::new();
+    for (index, shard) in shards.iter().enumerate() {
+        let rows = by_shard.get(&shard.id).map(Vec::as_slice).unwrap_or_default();
+        let newest = index + 1 == shards.len();
+        shards::check(&context, (shard, newest), rows, &mut seen, &mut report)?;
+    }
+    check_orphans(&present, &shards, writing, &mut report);
+    Ok(report)
+}
+
+fn list(dir: &DatasetDir) -> Result<Vec<String>, ManifestError> {
+    let shards = dir.shards();
+    let names = dir.files().list(&shards).map_err(at("listing", &shards))?;
+    Ok(names.into_iter().map(|name| name.to_string_lossy().into_owned()).collect())
+}
+
+fn group(samples: &[SampleRow]) -> BTreeMap<ShardId, Vec<&SampleRow>> {
+    let mut by_shard: BTreeMap<ShardId, Vec<&SampleRow>> = BTreeMap::new();
+    for sample in samples {
+        by_shard.entry(sample.shard).or_default().push(sample);
+    }
+    by_shard
+}
+
+fn check_lines(manifest: &Manifest, report: &mut AuditReport) -> Result<(), ManifestError> {
+    let Conservation { lines, committed, duplicate, rejected, pending } = report.conservation;
+    if !report.conservation.holds() {
+        let detail = format!(
+            "{lines} lines, but {committed} committed + {duplicate} duplicate + {rejected} \
+             rejected + {pending} pending"
+        );
+        report.add(FindingKind::LinesDoNotAddUp, None, detail);
+    }
+    let without = manifest.samples_without_line()?;
+    if !without.is_empty() {
+        let detail = format!("{} samples came from lines that have changed since", without.len());
+        report.add_samples(FindingKind::SourceChanged, None, without, detail);
+    }
+    Ok(())
+}
+
+fn check_orphans(present: &[String], shards: &[ShardRow], writing: bool, report: &mut AuditReport) {
+    // What a running writer has in the works is not left over.
+    let in_work = |name: &str| name.parse::<ShardId>().is_ok() || name.ends_with(".tmp");
+    for name in present {
+        let known = shards.iter().any(|shard| shard.file == *name);
+        let expected = known || (writing && in_work(name));
+        if !expected {
+            let detail = "no row of the manifest names this file";
+            report.add(FindingKind::Orphan, Some(name), detail);
+        }
+    }
+}

@@ -1,0 +1,194 @@
+//! What can go wrong with a manifest, and which exit code that is.
+
+use std::io;
+use std::path::PathBuf;
+
+use thiserror::Error;
+
+use crate::contract::LayerIndex;
+use crate::durable::DurableError;
+use crate::fingerprint::FieldChange;
+use crate::sample::SampleId;
+use crate::shard::ShardId;
+
+/// Why a manifest can't be opened, read or written.
+#[derive(Debug, Error)]
+pub enum ManifestError {
+    /// No data set there.
+    #[error("{} is no data set: it has no manifest.sqlite", .0.display())]
+    Missing(PathBuf),
+    /// Another writer holds the data set.
+    #[error("{} is being written by process {pid} on host {host}: wait for it or stop it", dir.display())]
+    Locked {
+        /// The data set.
+        dir: PathBuf,
+        /// Process of the holder.
+        pid: String,
+        /// Host of the holder.
+        host: String,
+    },
+    /// The lock file can't be opened or locked at all.
+    #[error("locking {}: {source}", path.display())]
+    Lock {
+        /// The lock file.
+        path: PathBuf,
+        /// What the system said.
+        #[source]
+        source: io::Error,
+    },
+    /// The write-ahead log needs shared memory, which such file systems do not give.
+    #[error(
+        "{} is on {kind}, where SQLite's write-ahead log is not safe: \
+         put the data set on a local disk and copy it when done", path.display()
+    )]
+    NetworkFileSystem {
+        /// The data set.
+        path: PathBuf,
+        /// Its file system.
+        kind: &'static str,
+    },
+    /// A database of something else.
+    #[error("{} is a database, but not a manifest of Aerie (application id {found:#x})", path.display())]
+    NotAManifest {
+        /// The database.
+        path: PathBuf,
+        /// The id it carries.
+        found: u32,
+    },
+    /// Written by a later version.
+    #[error("{} has format {found}, this program knows up to {known}: use a newer Aerie", path.display())]
+    Newer {
+        /// The database.
+        path: PathBuf,
+        /// Its version.
+        found: i64,
+        /// The latest version known here.
+        known: i64,
+    },
+    /// The SQLite that was linked has a known corruption bug.
+    #[error("SQLite {0} is linked; 3.51.3 or later is needed (write-ahead log corruption fix)")]
+    OldSqlite(String),
+    /// The database is damaged.
+    #[error("{} is damaged: {detail}", path.display())]
+    Damaged {
+        /// The database.
+        path: PathBuf,
+        /// What SQLite or our own check found.
+        detail: String,
+    },
+    /// The data set was begun under other settings.
+    #[error("the data set was begun with other settings; use a new directory or the old settings.{}", lines(.0))]
+    FingerprintChanged(Vec<FieldChange>),
+    /// No layers, or not ascending, or no width.
+    #[error(
+        "layers {layers:?} of width {hidden_size} can't be captured: at least one layer, ascending, and a width are needed"
+    )]
+    Spec {
+        /// Layers asked for.
+        layers: Vec<LayerIndex>,
+        /// Width asked for.
+        hidden_size: usize,
+    },
+    /// A shard written under another fingerprint than the data set's.
+    #[error("shard {0} was written under another fingerprint than the data set's")]
+    ForeignShard(ShardId),
+    /// A sample of a shard without the line it came from: the lines would not add up.
+    #[error("sample {0} is committed without a source line")]
+    NoSource(SampleId),
+    /// A line said to be committed, whose sample is not in the shard.
+    #[error("{file}:{line} is recorded as committed, but its sample {sample} is not in the shard")]
+    NotInShard {
+        /// Input file.
+        file: String,
+        /// Its line.
+        line: u64,
+        /// The sample named.
+        sample: SampleId,
+    },
+    /// Writing through a manifest that was opened for reading.
+    #[error("the manifest was opened for reading only")]
+    ReadOnly,
+    /// Called from inside an asynchronous runtime.
+    #[error("the manifest blocks: call it from a plain thread, not from async code")]
+    InsideAsync,
+    /// A query that is not one reading statement.
+    #[error("only SELECT, WITH, VALUES and EXPLAIN are run here, got `{0}`")]
+    NotASelect(String),
+    /// A number that does not fit SQLite's signed 64 bits.
+    #[error("{0} does not fit the manifest")]
+    TooLarge(u64),
+    /// The disk said no.
+    #[error(transparent)]
+    Io(#[from] DurableError),
+    /// The runtime can't be started.
+    #[error("starting the manifest's runtime: {0}")]
+    Runtime(#[source] io::Error),
+    /// SQLite said no.
+    #[error("{doing}: {source}")]
+    Sql {
+        /// What was being done.
+        doing: &'static str,
+        /// What SQLite said.
+        #[source]
+        source: sqlx::Error,
+    },
+    /// The tables can't be brought to the current version.
+    #[error("migrating {}: {source}", path.display())]
+    Migrate {
+        /// The database.
+        path: PathBuf,
+        /// What went wrong.
+        #[source]
+        source: sqlx::migrate::MigrateError,
+    },
+}
+
+fn lines(changes: &[FieldChange]) -> String {
+    changes.iter().map(|change| format!("\n  {change}")).collect()
+}
+
+impl ManifestError {
+    /// 65 bad data, 70 misuse, 73 locked, 74 disk, 75 busy, 78 settings.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Locked { .. } => 73,
+            Self::FingerprintChanged(_)
+            | Self::Spec { .. }
+            | Self::NetworkFileSystem { .. }
+            | Self::NotASelect(_) => 78,
+            Self::Io(error) => error.exit_code(),
+            Self::Lock { .. } | Self::Runtime(_) => 74,
+            Self::Sql { source, .. } => sql_exit_code(source),
+            Self::OldSqlite(_)
+            | Self::ForeignShard(_)
+            | Self::NoSource(_)
+            | Self::NotInShard { .. }
+            | Self::ReadOnly
+            | Self::InsideAsync
+            | Self::TooLarge(_) => 70,
+            Self::Missing(_)
+            | Self::NotAManifest { .. }
+            | Self::Newer { .. }
+            | Self::Damaged { .. }
+            | Self::Migrate { .. } => 65,
+        }
+    }
+}
+
+/// By SQLite's primary result codes (the low byte of the extended code).
+fn sql_exit_code(error: &sqlx::Error) -> u8 {
+    let code = error.as_database_error().and_then(|error| error.code());
+    match code.and_then(|code| code.parse::<u32>().ok()).map(|code| code & 0xff) {
+        // FULL, IOERR, READONLY, CANTOPEN
+        Some(13 | 10 | 8 | 14) => 74,
+        // BUSY, LOCKED
+        Some(5 | 6) => 75,
+        // CORRUPT, NOTADB
+        Some(11 | 26) => 65,
+        Some(_) => 70,
+        None if matches!(error, sqlx::Error::Io(_)) => 74,
+        // A value that no version of ours has written.
+        None if matches!(error, sqlx::Error::Decode(_) | sqlx::Error::ColumnDecode { .. }) => 65,
+        None => 70,
+    }
+}

@@ -1,0 +1,212 @@
+//! The manifest of a data set: which samples exist, where, and what became of every input line.
+//! The only place with SQL. Metadata only: never a tensor's bytes. Blocking calls; a current-thread
+//! runtime inside serves sqlx.
+
+mod commit;
+mod connect;
+mod error;
+mod lock;
+mod rows;
+mod table;
+
+use std::fmt;
+use std::path::Path;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use sqlx::Connection;
+use sqlx::sqlite::SqliteConnection;
+use tokio::runtime::{Builder, Handle, Runtime};
+
+pub use commit::{RunEnd, RunId, RunStart, SourceOutcome, SourceRecord, SourceRow};
+pub use error::ManifestError;
+pub(crate) use lock::is_held;
+pub use rows::{Conservation, SampleRow, ShardRow};
+pub use table::{Cell, Listing, Table};
+
+use crate::contract::CaptureSpec;
+use crate::durable::{DatasetDir, at};
+use crate::fingerprint::Fingerprint;
+use crate::shard::ShardId;
+
+/// An open manifest. One writer a data set; any number of readers.
+pub struct Manifest {
+    dir: DatasetDir,
+    fingerprint: Fingerprint,
+    spec: CaptureSpec,
+    /// Duplicates of samples that are not committed yet; written together with their sample.
+    waiting: Mutex<Vec<SourceRecord>>,
+    conn: Mutex<Option<SqliteConnection>>,
+    runtime: Runtime,
+    /// `None` for readers. Last field: released after the database is closed.
+    lock: Option<lock::WriterLock>,
+}
+
+impl fmt::Debug for Manifest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Manifest").field("dir", &self.dir.root()).finish_non_exhaustive()
+    }
+}
+
+impl Manifest {
+    /// Opens a data set for its one writer, and creates it when it is not there.
+    ///
+    /// Refuses a second writer (73), other settings than those it was begun with (78) and damage
+    /// (65). Removes what a killed run left in `shards/`: a file that the manifest does not know
+    /// has no recorded digest, so taking it over would be faith.
+    pub fn open_for_write(
+        dir: &Path,
+        fingerprint: &Fingerprint,
+        spec: &CaptureSpec,
+    ) -> Result<Self, ManifestError> {
+        Self::open_for_write_in(&DatasetDir::new(dir), fingerprint, spec)
+    }
+
+    /// [`Self::open_for_write`] through given disk operations.
+    pub fn open_for_write_in(
+        dir: &DatasetDir,
+        fingerprint: &Fingerprint,
+        spec: &CaptureSpec,
+    ) -> Result<Self, ManifestError> {
+        if spec.layers.is_empty()
+            || spec.hidden_size == 0
+            || !spec.layers.is_sorted_by(|a, b| a < b)
+        {
+            let (layers, hidden_size) = (spec.layers.clone(), spec.hidden_size);
+            return Err(ManifestError::Spec { layers, hidden_size });
+        }
+        let runtime = runtime()?;
+        dir.create()?;
+        refuse_network(dir.root())?;
+        let lock = lock::WriterLock::take(dir)?;
+        let path = dir.manifest();
+        let conn = runtime.block_on(async {
+            let mut conn = connect::for_write(&path).await?;
+            connect::settle(&mut conn, &path, fingerprint, spec).await?;
+            Ok::<_, ManifestError>(conn)
+        })?;
+        dir.files().sync_dir(dir.root()).map_err(at("syncing directory", dir.root()))?;
+        let manifest = Self {
+            dir: dir.clone(),
+            fingerprint: fingerprint.clone(),
+            spec: spec.clone(),
+            waiting: Mutex::default(),
+            conn: Mutex::new(Some(conn)),
+            runtime,
+            lock: Some(lock),
+        };
+        manifest.remove_orphans()?;
+        Ok(manifest)
+    }
+
+    /// Opens a data set for reading, also while it is being written.
+    pub fn open_read(dir: &Path) -> Result<Self, ManifestError> {
+        let dir = DatasetDir::new(dir);
+        let path = dir.manifest();
+        if !path.is_file() {
+            return Err(ManifestError::Missing(dir.root().to_path_buf()));
+        }
+        let runtime = runtime()?;
+        let (conn, (fingerprint, spec)) = runtime.block_on(async {
+            let mut conn = connect::for_read(&path).await?;
+            let settings = connect::settings(&mut conn, &path).await?;
+            Ok::<_, ManifestError>((conn, settings))
+        })?;
+        Ok(Self {
+            dir,
+            fingerprint,
+            spec,
+            waiting: Mutex::default(),
+            conn: Mutex::new(Some(conn)),
+            runtime,
+            lock: None,
+        })
+    }
+
+    /// The settings that the data set was begun with.
+    pub fn fingerprint(&self) -> &Fingerprint {
+        &self.fingerprint
+    }
+
+    /// What every sample contains.
+    pub fn spec(&self) -> &CaptureSpec {
+        &self.spec
+    }
+
+    /// The directory.
+    pub fn dir(&self) -> &DatasetDir {
+        &self.dir
+    }
+
+    fn remove_orphans(&self) -> Result<(), ManifestError> {
+        let known: Vec<String> = self.shards()?.into_iter().map(|shard| shard.file).collect();
+        let shards = self.dir.shards();
+        let files = self.dir.files();
+        for name in files.list(&shards).map_err(at("listing", &shards))? {
+            let Some(name) = name.to_str() else { continue };
+            let unfinished = name.starts_with(".shard-") && name.ends_with(".tmp");
+            let unknown = name.parse::<ShardId>().is_ok() && !known.iter().any(|file| file == name);
+            if unfinished || unknown {
+                let path = shards.join(name);
+                tracing::warn!(file = name, "removing what an interrupted run left behind");
+                files.remove_file(&path).map_err(at("removing", &path))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn writable(&self) -> Result<(), ManifestError> {
+        self.lock.as_ref().map(|_| ()).ok_or(ManifestError::ReadOnly)
+    }
+
+    /// Runs one piece of SQL work to its end on the connection.
+    fn with<T>(
+        &self,
+        doing: &'static str,
+        work: impl AsyncFnOnce(&mut SqliteConnection) -> Result<T, sqlx::Error>,
+    ) -> Result<T, ManifestError> {
+        refuse_async()?;
+        let mut conn = held(&self.conn);
+        let Some(conn) = conn.as_mut() else { return Err(ManifestError::ReadOnly) };
+        self.runtime.block_on(work(conn)).map_err(connect::sql(doing))
+    }
+}
+
+impl Drop for Manifest {
+    fn drop(&mut self) {
+        let conn = held(&self.conn).take();
+        if let (Some(conn), Ok(())) = (conn, refuse_async()) {
+            // Closing checkpoints the log. An error leaves the log, which the next open replays.
+            let _ = self.runtime.block_on(conn.close());
+        }
+    }
+}
+
+fn held<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Every change is one transaction, so a panic elsewhere leaves nothing half done.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn refuse_async() -> Result<(), ManifestError> {
+    match Handle::try_current() {
+        Ok(_) => Err(ManifestError::InsideAsync),
+        Err(_) => Ok(()),
+    }
+}
+
+fn runtime() -> Result<Runtime, ManifestError> {
+    refuse_async()?;
+    Builder::new_current_thread().enable_all().build().map_err(ManifestError::Runtime)
+}
+
+fn refuse_network(root: &Path) -> Result<(), ManifestError> {
+    let stat = rustix::fs::statfs(root)
+        .map_err(|errno| at("looking at the file system of", root)(errno.into()))?;
+    let kind = match stat.f_type as u64 & 0xffff_ffff {
+        0x6969 => "NFS",
+        0x0bd0_0bd0 => "Lustre",
+        0x6573_5546 => "FUSE",
+        0xff53_4d42 | 0xfe53_4d42 | 0x517b => "SMB",
+        _ => return Ok(()),
+    };
+    Err(ManifestError::NetworkFileSystem { path: root.to_path_buf(), kind })
+}

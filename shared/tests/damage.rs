@@ -1,0 +1,181 @@
+//! Damage to a data set that is noticed, whatever its form.
+#![allow(clippy::unwrap_used, clippy::disallowed_methods)]
+
+mod support;
+
+use std::fs;
+use std::path::Path;
+
+use shared::*;
+use support::*;
+
+/// Two shards of three and two samples.
+fn two_shards(dir: &Path) -> CaptureSpec {
+    let spec = spec(StateDtype::Bf16);
+    let samples = samples(&spec, 5);
+    let manifest = Manifest::open_for_write(dir, &fingerprint(), &spec).unwrap();
+    manifest.register_input("prompts.jsonl", 5, 10, &Digest::of(b"input")).unwrap();
+    for (id, range, line) in [(0, 0..3, 1), (1, 3..5, 4)] {
+        let sealed = seal(dir, ShardId(id), &spec, &samples[range.clone()]);
+        manifest.commit_shard(&sealed, &committed(&samples[range], line)).unwrap();
+    }
+    spec
+}
+
+fn kinds(dir: &Path, verify: Verify) -> Vec<FindingKind> {
+    audit(dir, verify).unwrap().findings.iter().map(|finding| finding.kind).collect()
+}
+
+/// Runs statements with the `sqlite3` inside sqlx, as another program would.
+fn tamper(dir: &Path, sql: &'static str) {
+    use sqlx::{ConnectOptions, Connection};
+    let options = sqlx::sqlite::SqliteConnectOptions::new()
+        .filename(dir.join("manifest.sqlite"))
+        .foreign_keys(false)
+        .pragma("ignore_check_constraints", "ON");
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    runtime.block_on(async {
+        let mut conn = options.connect().await.unwrap();
+        sqlx::raw_sql(sql).execute(&mut conn).await.unwrap();
+        conn.close().await.unwrap();
+    });
+}
+
+#[test]
+fn swapped_shards_are_noticed() {
+    let dir = tempdir();
+    two_shards(dir.path());
+    let shard = |id: u32| dir.path().join("shards").join(ShardId(id).file_name());
+    let (first, second) = (fs::read(shard(0)).unwrap(), fs::read(shard(1)).unwrap());
+    fs::write(shard(0), second).unwrap();
+    fs::write(shard(1), first).unwrap();
+    let found = kinds(dir.path(), Verify::All);
+    for kind in [FindingKind::ShardDigest, FindingKind::SampleMissing, FindingKind::SampleUnknown] {
+        assert_eq!(found.iter().filter(|found| **found == kind).count(), 2, "{kind:?}");
+    }
+    // Sizes differ, so even without reading it shows.
+    assert_eq!(kinds(dir.path(), Verify::None), [FindingKind::ShardSize; 2]);
+}
+
+#[test]
+fn leftovers_are_noticed_and_strangers_are_not_removed() {
+    let dir = tempdir();
+    let spec = two_shards(dir.path());
+    for name in [".shard-000009.safetensors.77.tmp", "shard-000009.safetensors", "notes.txt"] {
+        fs::write(dir.path().join("shards").join(name), "x").unwrap();
+    }
+    assert_eq!(kinds(dir.path(), Verify::None), [FindingKind::Orphan; 3]);
+    drop(Manifest::open_for_write(dir.path(), &fingerprint(), &spec).unwrap());
+    let report = audit(dir.path(), Verify::None).unwrap();
+    assert_eq!(report.findings.len(), 1);
+    assert_eq!(report.findings[0].shard.as_deref(), Some("notes.txt"));
+}
+
+#[test]
+fn one_sample_in_two_shards_is_noticed() {
+    let dir = tempdir();
+    let spec = two_shards(dir.path());
+    let extra = captured(&spec, 9, 999);
+    let both = [samples(&spec, 1).remove(0), extra];
+    let manifest = Manifest::open_for_write(dir.path(), &fingerprint(), &spec).unwrap();
+    manifest.register_input("prompts.jsonl", 6, 10, &Digest::of(b"input")).unwrap();
+    let mut sealed = seal(dir.path(), ShardId(2), &spec, &both);
+    // A writer that forgets what it wrote.
+    sealed.entries.remove(0);
+    manifest.commit_shard(&sealed, &committed(&both[1..], 6)).unwrap();
+    let report = audit(dir.path(), Verify::Sample).unwrap();
+    let found: Vec<FindingKind> = report.findings.iter().map(|finding| finding.kind).collect();
+    assert_eq!(found, [FindingKind::SampleUnknown, FindingKind::SampleTwice]);
+    assert!(report.findings[1].detail.contains("shard-000000"));
+    assert_eq!(report.findings[1].samples, [both[0].sample().id()]);
+}
+
+#[test]
+fn changed_rows_are_noticed() {
+    for (sql, kind) in [
+        ("UPDATE sample SET tokens = tokens + 1 WHERE shard = 0", FindingKind::RowsDiffer),
+        ("UPDATE tensor SET rms = rms * 1.0001 WHERE rms IS NOT NULL", FindingKind::RowsDiffer),
+        ("UPDATE tensor SET dtype = 'F16' WHERE dtype = 'BF16'", FindingKind::RowsDiffer),
+        ("UPDATE sample SET shard = 1", FindingKind::SampleUnknown),
+        ("DELETE FROM sample WHERE shard = 1", FindingKind::ManifestDamaged),
+        ("DELETE FROM input", FindingKind::LinesDoNotAddUp),
+        ("UPDATE shard SET digest = zeroblob(32) WHERE id = 0", FindingKind::ShardDigest),
+        ("UPDATE shard SET bytes = bytes + 1 WHERE id = 0", FindingKind::ShardSize),
+        (
+            "UPDATE source SET sample = NULL, outcome = 'rejected', reason = 'x' WHERE line = 1",
+            FindingKind::SourceChanged,
+        ),
+    ] {
+        let dir = tempdir();
+        two_shards(dir.path());
+        tamper(dir.path(), sql);
+        let found = kinds(dir.path(), Verify::All);
+        assert!(found.contains(&kind), "{sql}: {found:?}");
+    }
+}
+
+#[test]
+fn paths_in_the_manifest_are_never_followed() {
+    for sql in [
+        "UPDATE shard SET file = '../../etc/passwd' WHERE id = 0",
+        "UPDATE shard SET file = '/dev/zero' WHERE id = 0",
+        "UPDATE shard SET id = -1 WHERE id = 0",
+    ] {
+        let dir = tempdir();
+        two_shards(dir.path());
+        tamper(dir.path(), sql);
+        // An error of the manifest and not of a file: nothing was opened.
+        let error = audit(dir.path(), Verify::All).unwrap_err();
+        assert_eq!(error.exit_code(), 65, "{sql}: {error}");
+    }
+}
+
+#[test]
+fn a_manifest_with_lost_pages_never_gives_wrong_rows() {
+    let dir = tempdir();
+    two_shards(dir.path());
+    let path = dir.path().join("manifest.sqlite");
+    let good = fs::read(&path).unwrap();
+    let rows = Manifest::open_read(dir.path()).unwrap().samples().unwrap();
+    let remove_logs = || {
+        for suffix in ["sqlite-wal", "sqlite-shm"] {
+            let _ = fs::remove_file(path.with_extension(suffix));
+        }
+    };
+    let judge = |what: &str| {
+        remove_logs();
+        match audit(dir.path(), Verify::All) {
+            Err(error) => assert_eq!(error.exit_code(), 65, "{what}: {error}"),
+            Ok(report) if report.clean() => {
+                let manifest = Manifest::open_read(dir.path()).unwrap();
+                assert_eq!(manifest.samples().unwrap(), rows, "{what}");
+            }
+            Ok(_) => {}
+        }
+    };
+    for page in 0..good.len() / 4096 {
+        let mut bytes = good.clone();
+        bytes[page * 4096..(page + 1) * 4096].fill(0);
+        fs::write(&path, &bytes).unwrap();
+        judge(&format!("page {page} zeroed"));
+        fs::write(&path, &good[..page * 4096]).unwrap();
+        judge(&format!("cut to {page} pages"));
+    }
+}
+
+#[test]
+fn an_audit_beside_a_writer_takes_its_work_for_what_it_is() {
+    let dir = tempdir();
+    let spec = two_shards(dir.path());
+    let writer = Manifest::open_for_write(dir.path(), &fingerprint(), &spec).unwrap();
+    let sample = captured(&spec, 9, 999);
+    let sealed = seal(dir.path(), ShardId(2), &spec, std::slice::from_ref(&sample));
+    // Sealed but not committed: not an orphan while its writer lives.
+    assert_eq!(kinds(dir.path(), Verify::All), []);
+    let mut source = source(6, SourceOutcome::Committed(sample.sample().id()));
+    source.file = "more.jsonl".into();
+    writer.register_input("more.jsonl", 6, 1, &Digest::of(b"more")).unwrap();
+    writer.commit_shard(&sealed, &[source]).unwrap();
+    let report = audit(dir.path(), Verify::All).unwrap();
+    assert_eq!((report.samples, report.conservation.pending), (6, 5));
+}
