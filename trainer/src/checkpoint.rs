@@ -274,7 +274,8 @@ pub enum CheckpointError {
         why: &'static str,
     },
     /// Bytes changed since they were written.
-    #[error("{} was changed or damaged: its BLAKE3 is {found}, {expected} was written; use an older checkpoint", path.display())]
+    #[error("{} was changed or damaged: its BLAKE3 is {found}, {expected} was written; use an \
+        older checkpoint", path.display())]
     Digest {
         /// The file.
         path: PathBuf,

@@ -188,7 +188,8 @@ pub enum DatasetError {
     },
     /// A shard of another data set.
     #[error(
-        "{shard} was written under fingerprint {found}, the manifest has {expected}: it belongs to another data set"
+        "{shard} was written under fingerprint {found}, the manifest has {expected}: it belongs \
+            to another data set"
     )]
     Fingerprint {
         /// The shard's file.
@@ -206,7 +207,8 @@ pub enum DatasetError {
     },
     /// Layers that cannot feed a draft.
     #[error(
-        "the data set holds {layers} layers: a draft needs at least one aux state and the last layer's"
+        "the data set holds {layers} layers: a draft needs at least one aux state and the last \
+            layer's"
     )]
     Layers {
         /// Captured layers.
@@ -214,7 +216,8 @@ pub enum DatasetError {
     },
     /// The last captured layer is not the target's last.
     #[error(
-        "the last captured layer is {found}, the target's last is {expected}: the teacher would be the wrong state; record layer {expected} too"
+        "the last captured layer is {found}, the target's last is {expected}: the teacher would \
+            be the wrong state; record layer {expected} too"
     )]
     Teacher {
         /// Last captured layer.

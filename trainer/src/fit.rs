@@ -75,11 +75,11 @@ where
         let last = state.step == session.total_steps;
         let keep = &config.checkpoint;
         let mut improved = false;
-        if last || state.step.is_multiple_of(keep.eval_every) {
-            if let Some(evaluation) = session.evaluate(&state.draft)? {
-                improved = state.judge(&evaluation);
-                log.record(state.step, evaluation_record(&evaluation))?;
-            }
+        if (last || state.step.is_multiple_of(keep.eval_every))
+            && let Some(evaluation) = session.evaluate(&state.draft)?
+        {
+            improved = state.judge(&evaluation);
+            log.record(state.step, evaluation_record(&evaluation))?;
         }
         if last || improved || state.step.is_multiple_of(keep.checkpoint_every) {
             state.checkpoint(&session).save(&run)?;

@@ -129,6 +129,7 @@ pub fn put_depths(record: &mut Record, name: &str, values: &[f64]) {
 }
 
 #[cfg(test)]
+#[allow(clippy::disallowed_methods)]
 mod tests {
     use super::*;
 

@@ -281,7 +281,8 @@ pub enum TargetError {
     },
     /// RoPE scaling that the draft does not implement.
     #[error(
-        "the target's rope scaling is `{0}`, which the draft cannot take over: set draft.rope_scaling = \"none\""
+        "the target's rope scaling is `{0}`, which the draft cannot take over: set \
+            draft.rope_scaling = \"none\""
     )]
     RopeScaling(String),
     /// A weight is NaN or infinite.
@@ -327,7 +328,8 @@ mod tests {
         TargetConfig::new(json!({
             "eos_token_id": 11, "text_config": {
             "hidden_size": 64, "num_hidden_layers": 8, "vocab_size": 40000, "intermediate_size": 96,
-            "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 24,
+            "num_attention_heads": 4, "num_key_value_heads": 4,
+            "q_lora_rank": 16, "kv_lora_rank": 24,
             "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12, "rope_theta": 50000.0,
             "rms_norm_eps": 1e-5, "eos_token_id": [7, 9], "rope_scaling": {"type": "yarn",
             "factor": 64.0, "original_max_position_embeddings": 4096, "beta_fast": 1.0,

@@ -226,7 +226,8 @@ pub enum VocabError {
     },
     /// An id the target does not have.
     #[error(
-        "token id {id} is outside the target's vocabulary of {size}: the data set and the target do not belong together"
+        "token id {id} is outside the target's vocabulary of {size}: the data set and the \
+            target do not belong together"
     )]
     IdOutside {
         /// The id.
@@ -246,7 +247,8 @@ pub enum VocabError {
     },
     /// `draft + d2t[draft]` is no target id.
     #[error(
-        "d2t[{draft}] is {offset}: it is an offset, so {draft} + {offset} must be a target id below {size}"
+        "d2t[{draft}] is {offset}: it is an offset, so {draft} + {offset} must be a target id \
+            below {size}"
     )]
     Offset {
         /// Draft id.
@@ -258,7 +260,8 @@ pub enum VocabError {
     },
     /// Two draft ids out of order or equal.
     #[error(
-        "draft id {draft} means target id {id}, the one before it {before}: they must increase (was d2t stored as ids in place of offsets?)"
+        "draft id {draft} means target id {id}, the one before it {before}: they must increase \
+            (was d2t stored as ids in place of offsets?)"
     )]
     NotIncreasing {
         /// The later draft id.
@@ -365,9 +368,11 @@ mod tests {
             // No id left out is more frequent than one taken without being forced.
             let taken = map.draft_to_target().iter().filter(|id| !forced.contains(id));
             let rarest = taken.map(|&id| values[id as usize]).min().unwrap_or(u64::MAX);
-            let best_left = (0..target).filter(|&id| !map.contains(id as u32)).map(|id| values[id]).max();
+            let left = (0..target).filter(|&id| !map.contains(id as u32));
+            let best_left = left.map(|id| values[id]).max();
             prop_assert!(best_left.is_none_or(|count| count <= rarest));
-            let back = VocabMap::from_tensors(&map.d2t(), &map.t2d(), map.digest().into(), map.coverage());
+            let digest = map.digest().to_owned();
+            let back = VocabMap::from_tensors(&map.d2t(), &map.t2d(), digest, map.coverage());
             prop_assert_eq!(back.unwrap(), map);
         }
     }

@@ -1,5 +1,5 @@
 //! Exports of a short run: names, shapes, fields and ids, and what the reload check refuses.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::disallowed_methods)]
 
 mod support;
 

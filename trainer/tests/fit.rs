@@ -1,5 +1,5 @@
 //! The training loop on a synthetic data set: it learns, and it continues bit for bit.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::disallowed_methods)]
 
 mod support;
 

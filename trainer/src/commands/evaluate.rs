@@ -1,4 +1,4 @@
-//! `trainer evaluate`: acceptance of a draft on recorded text.
+//! `trainer evaluate`: acceptance of a draft, on recorded text or live.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -11,12 +11,17 @@ use trainer::fit::{frozen_target, ttt_options};
 use trainer::target::TargetHead;
 use trainer::trained::TrainedDraft;
 
+use super::live::LiveArgs;
+
 /// Measure how many drafted tokens the target would accept.
 #[derive(clap::Args)]
 pub(crate) struct EvaluateArgs {
     /// Run directory (its best checkpoint), checkpoint or export.
-    #[arg(long, value_name = "DIR")]
-    draft: PathBuf,
+    #[arg(value_name = "DRAFT", required_unless_present = "draft")]
+    path: Option<PathBuf>,
+    /// The same as a flag.
+    #[arg(long, value_name = "DIR", conflicts_with = "path")]
+    draft: Option<PathBuf>,
     /// Data set written by `extractor run`.
     #[arg(long, value_name = "DIR")]
     dataset: Option<PathBuf>,
@@ -35,11 +40,19 @@ pub(crate) struct EvaluateArgs {
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    live: LiveArgs,
 }
 
 /// Prints acceptance by depth.
 pub(crate) fn run(args: &EvaluateArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
-    let trained = TrainedDraft::open(&args.draft)?;
+    let Some(draft) = args.path.as_ref().or(args.draft.as_ref()) else {
+        bail!("a draft is needed: a run, checkpoint or export directory");
+    };
+    let trained = TrainedDraft::open(draft)?;
+    if args.live.live {
+        return super::live::run(&args.live, &trained, args.json, out);
+    }
     let Some(dataset) = &args.dataset else {
         bail!("--dataset DIR is needed: the data set written by `extractor run`");
     };

@@ -125,11 +125,13 @@ fn print(report: &ExportReport, args: &ExportArgs, out: &mut dyn Write) -> std::
         _ => {
             writeln!(
                 out,
-                "vllm serve {target} --speculative-config '{{\"method\":\"eagle3\",\"model\":\"{dir}\",\"num_speculative_tokens\":{n}}}'"
+                "vllm serve {target} --speculative-config \
+                    '{{\"method\":\"eagle3\",\"model\":\"{dir}\",\"num_speculative_tokens\":{n}}}'"
             )?;
             writeln!(
                 out,
-                "python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 \
+                "python -m sglang.launch_server --model-path {target} --speculative-algorithm \
+                    EAGLE3 \"
                  --speculative-draft-model-path {dir} --speculative-num-steps {n} \
                  --speculative-eagle-topk 1 --speculative-num-draft-tokens {} \
                  --speculative-draft-attention-backend fa3",

@@ -7,6 +7,7 @@ pub(crate) mod evaluate;
 pub(crate) mod export;
 pub(crate) mod fit;
 mod flags;
+mod live;
 
 use trainer::acceptance::EvaluateError;
 use trainer::checkpoint::CheckpointError;
@@ -14,7 +15,8 @@ use trainer::config::ConfigError;
 use trainer::dataset::DatasetError;
 use trainer::export::ExportError;
 use trainer::fit::FitError;
-use trainer::target::TargetError;
+use trainer::live::LiveError;
+use trainer::target::TargetError as TargetHeadError;
 use trainer::tensors::TensorFileError;
 use trainer::trained::TrainedError;
 
@@ -35,11 +37,14 @@ fn code(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
         CheckpointError,
         ConfigError,
         DatasetError,
-        TargetError,
+        TargetHeadError,
         EvaluateError,
         ExportError,
         TensorFileError,
-        TrainedError
+        TrainedError,
+        LiveError,
+        extractor::target::TargetError,
+        extractor::encode::EncoderError
     )
     .or(io)
 }

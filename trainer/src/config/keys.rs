@@ -43,20 +43,27 @@ use Kind::{Bool, List, Number, Text};
 #[rustfmt::skip]
 pub const KEYS: &[Key] = &[
     free(key("data", "dataset", Text, "directory written by `extractor run`")),
-    key("data", "held_out", Number, "share of the samples kept out of training, decided by sample id"),
-    key("data", "max_tokens", Number, "tokens of one packed batch; a longer sample is a batch of its own"),
+    key("data", "held_out", Number, "share of the samples kept out of training, decided by \
+        sample id"),
+    key("data", "max_tokens", Number, "tokens of one packed batch; a longer sample is a batch \
+        of its own"),
     free(key("data", "prefetch", Number, "batches prepared ahead of the training step")),
     key("draft", "layout", Text, "llama or mla"),
-    key("draft", "draft_vocab_size", Number, "token ids the draft predicts; default: the target's, at most 32000"),
-    key("draft", "force_tokens", List, "token ids that must be in the draft vocabulary, beside the end markers"),
+    key("draft", "draft_vocab_size", Number, "token ids the draft predicts; default: the \
+        target's, at most 32000"),
+    key("draft", "force_tokens", List, "token ids that must be in the draft vocabulary, beside \
+        the end markers"),
     key("draft", "intermediate_size", Number, "width of the MLP; default: the target's dense MLP"),
     key("draft", "num_attention_heads", Number, "query heads; default: the target's"),
-    key("draft", "num_key_value_heads", Number, "key and value heads of layout llama; default: the target's"),
+    key("draft", "num_key_value_heads", Number, "key and value heads of layout llama; default: \
+        the target's"),
     key("draft", "head_dim", Number, "head width of layout llama; default: the target's"),
     key("draft", "q_lora_rank", Number, "query rank of layout mla; default: the target's"),
     key("draft", "kv_lora_rank", Number, "key and value rank of layout mla; default: the target's"),
-    key("draft", "qk_nope_head_dim", Number, "unrotated head width of layout mla; default: the target's"),
-    key("draft", "qk_rope_head_dim", Number, "rotated head width of layout mla; default: the target's"),
+    key("draft", "qk_nope_head_dim", Number, "unrotated head width of layout mla; default: the \
+        target's"),
+    key("draft", "qk_rope_head_dim", Number, "rotated head width of layout mla; default: the \
+        target's"),
     key("draft", "v_head_dim", Number, "value head width of layout mla; default: the target's"),
     key("draft", "rope_theta", Number, "base of the rotary frequencies; default: the target's"),
     key("draft", "rope_scaling", Text, "target (its YaRN, if any) or none"),
@@ -64,7 +71,8 @@ pub const KEYS: &[Key] = &[
     key("draft", "fc_norm", Bool, "EAGLE-3.1: one norm per aux state before fc"),
     key("draft", "norm_output", Bool, "EAGLE-3.1: feed back the normed output"),
     key("draft", "norm_before_residual", Bool, "the residual starts from the normed hidden state"),
-    key("draft", "lm_head_init", Text, "random, or target (its rows of the draft vocabulary); trained either way"),
+    key("draft", "lm_head_init", Text, "random, or target (its rows of the draft vocabulary); \
+        trained either way"),
     key("train", "epochs", Number, "passes over the training samples"),
     key("train", "max_steps", Number, "upper limit of optimizer steps; 0 means none"),
     key("train", "seed", Number, "seed of the weights and of the order of samples"),
@@ -84,7 +92,8 @@ pub const KEYS: &[Key] = &[
     free(key("checkpoint", "run_dir", Text, "directory of the run: metrics and checkpoints")),
     free(key("checkpoint", "checkpoint_every", Number, "optimizer steps between checkpoints")),
     free(key("checkpoint", "keep_last", Number, "newest checkpoints kept, beside the best")),
-    free(key("checkpoint", "eval_every", Number, "optimizer steps between evaluations on held-out samples")),
+    free(key("checkpoint", "eval_every", Number, "optimizer steps between evaluations on \
+        held-out samples")),
 ];
 
 /// The entry of `section.name`.

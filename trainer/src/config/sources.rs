@@ -254,7 +254,8 @@ pub enum ConfigError {
         expected: String,
     },
     /// A resumed run with other settings.
-    #[error("the run was started with other settings; use a new run_dir, or the stored values:\n  {}", list(.0))]
+    #[error("the run was started with other settings; use a new run_dir, or the stored \
+        values:\n  {}", list(.0))]
     Changed(Vec<FieldChange>),
 }
 
@@ -273,6 +274,7 @@ impl ConfigError {
 }
 
 #[cfg(test)]
+#[allow(clippy::disallowed_methods)]
 mod tests {
     use super::*;
 

@@ -43,7 +43,8 @@ pub enum ExportError {
     },
     /// The checkpoint does not say which layers its states came from.
     #[error(
-        "the checkpoint names {found} captured layers, its draft reads {num_aux} aux states and a teacher: without the layers an engine would guess them and accept almost nothing"
+        "the checkpoint names {found} captured layers, its draft reads {num_aux} aux states and \
+            a teacher: without the layers an engine would guess them and accept almost nothing"
     )]
     NoLayerIds {
         /// Layers it names.
@@ -117,7 +118,8 @@ pub enum ExportError {
     },
     /// The exported draft computes something else.
     #[error(
-        "the exported draft's logits differ from the checkpoint's by {difference:.2e} of the largest logit, {limit:.0e} is allowed"
+        "the exported draft's logits differ from the checkpoint's by {difference:.2e} of the \
+            largest logit, {limit:.0e} is allowed"
     )]
     Golden {
         /// Largest difference.

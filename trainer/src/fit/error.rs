@@ -60,7 +60,8 @@ pub enum FitError {
     Log(#[from] RunLogError),
     /// NaN or infinity before any update was made with it.
     #[error(
-        "the loss is {loss} at step {step}, on samples {samples}: no update was made and no checkpoint written; audit the data set or lower train.lr"
+        "the loss is {loss} at step {step}, on samples {samples}: no update was made and no \
+            checkpoint written; audit the data set or lower train.lr"
     )]
     LossNotFinite {
         /// Steps taken before.
@@ -71,14 +72,18 @@ pub enum FitError {
         samples: String,
     },
     /// A fresh start where a run exists.
-    #[error("{} already holds checkpoints: continue it with --resume, or choose another run_dir", path.display())]
+    #[error(
+        "{} already holds checkpoints: continue it with --resume, or choose another run_dir",
+        path.display()
+    )]
     RunExists {
         /// The run directory.
         path: PathBuf,
     },
     /// A run continued on other data.
     #[error(
-        "the data set's fingerprint is {current}, the run was started on {stored}: resume with the same data set, or start a new run_dir"
+        "the data set's fingerprint is {current}, the run was started on {stored}: resume with \
+            the same data set, or start a new run_dir"
     )]
     OtherDataset {
         /// Digest in the checkpoint.
@@ -88,7 +93,8 @@ pub enum FitError {
     },
     /// A run continued with another draft vocabulary.
     #[error(
-        "the draft vocabulary's digest is {current}, the run was started with {stored}: samples were added or the split changed; start a new run_dir"
+        "the draft vocabulary's digest is {current}, the run was started with {stored}: samples \
+            were added or the split changed; start a new run_dir"
     )]
     OtherVocab {
         /// Digest in the checkpoint.

@@ -66,7 +66,8 @@ where
         let draft = head.config.draft_config(&config.draft, num_aux)?;
         let vocab = build_vocab(&dataset, &split.train, &draft, (config, &head.config))?;
         tracing::info!(
-            "{} samples to train on, {} held out; draft vocabulary {} of {} covers {:.2} % of the trained tokens",
+            "{} samples to train on, {} held out; draft vocabulary {} of {} covers {:.2} % of \
+                the trained tokens",
             split.train.len(),
             split.held_out.len(),
             vocab.draft_vocab_size(),
