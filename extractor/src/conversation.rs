@@ -142,11 +142,23 @@ impl Chat {
         let Value::Array(turns) = turns else {
             return Err(bad_field(key, "a list of turns", &turns));
         };
-        let messages = turns
-            .into_iter()
-            .enumerate()
-            .map(|(index, turn)| parse_message(index, turn))
-            .collect::<Result<Vec<_>, _>>()?;
+        let turns = turns.into_iter().enumerate().map(|(index, turn)| parse_message(index, turn));
+        let mut messages = turns.collect::<Result<Vec<_>, _>>()?;
+        // Some sets keep the instructions beside the turns; dropping them would go unnoticed.
+        match row.remove("system") {
+            None | Some(Value::Null) => {}
+            Some(Value::String(text)) if text.trim().is_empty() => {}
+            Some(Value::String(text)) if messages.iter().all(|turn| turn.role != Role::System) => {
+                messages.insert(0, Message::new(Role::System, text));
+            }
+            Some(Value::String(_)) => {
+                return Err(Fault::new(
+                    RejectReason::BadField,
+                    "`system` stands beside the turns and among them: only one can be meant",
+                ));
+            }
+            Some(other) => return Err(bad_field("system", "a string", &other)),
+        }
         let truncated = match row.get("truncated") {
             None | Some(Value::Null) => false,
             Some(Value::Bool(truncated)) => *truncated,
@@ -270,7 +282,7 @@ fn join_content(index: usize, content: Value) -> Result<String, Fault> {
                         return Err(Fault::new(
                             RejectReason::UnsupportedContent,
                             format!(
-                                "turn {index} has a part of type {:?}: only text parts are understood",
+                                "turn {index} has a part of type {:?}: only text is understood",
                                 kind.map_or("(none)".into(), clip)
                             ),
                         ));

@@ -237,6 +237,34 @@ fn the_end_marker_is_the_token_that_stops_generation() {
 }
 
 #[test]
+fn tokenizer_json_models_keep_boundaries_and_text_apart_too() {
+    let dir = support::repository().join("tests/fixtures/stories260k");
+    let source = "{{ bos_token }}{% for m in messages %}{{ m.role }}:\n{{ m.content }}\
+                  {{ eos_token }}{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}";
+    let tokens =
+        BTreeMap::from([("bos_token".into(), "<s>".into()), ("eos_token".into(), "</s>".into())]);
+    let template = ChatTemplate::new(source.into(), &tokens).unwrap();
+    let tokenizer = Tokenizer::load(&dir).unwrap();
+    let encoder = Encoder::new(tokenizer, Some(template), EncodeOptions::default()).unwrap();
+    for (question, answer) in [
+        ("Tell me a story.", "Once upon a time there was a cat."),
+        ("Say </s> and <s>.", "It is </s>, 你好."),
+    ] {
+        let chat = chat(&json!([
+            {"role": "user", "content": question}, {"role": "assistant", "content": answer},
+        ]));
+        let encoded = encode(&encoder, chat).unwrap();
+        let (ids, mask) = (encoded.sample.input_ids(), encoded.sample.loss_mask());
+        let count = |id| ids.iter().filter(|&&other| other == id).count();
+        assert_eq!((count(1), count(2)), (1, 2), "{question}");
+        assert_eq!((ids.first(), ids.last(), mask.last()), (Some(&1), Some(&2), Some(&1)));
+        let trained = trained_text(&encoder, &encoded);
+        assert_eq!(trained.len(), 1);
+        assert_eq!(trained[0].trim_start(), format!("{answer}</s>"));
+    }
+}
+
+#[test]
 fn a_template_that_drops_the_prompt_gives_a_reject_not_an_all_ones_mask() {
     let source = "{%- for message in messages if message.role == 'assistant' -%}\
                   {{ message.content }}<|im_end|>{%- endfor -%}";

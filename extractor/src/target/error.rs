@@ -12,9 +12,7 @@ use super::weights::WeightsError;
 #[derive(Debug, Error)]
 pub enum TargetError {
     /// `config.json` could not be read.
-    #[error(
-        "{path}: the model configuration cannot be read; --model must name a directory that holds config.json"
-    )]
+    #[error("{path}: cannot be read; --model must name a directory that holds config.json")]
     ConfigRead {
         /// The file.
         path: PathBuf,
@@ -80,7 +78,8 @@ pub enum TargetError {
     },
     /// A token id the model has no embedding for.
     #[error(
-        "token id {id} at position {position}: the vocabulary has {vocab_size} ids; tokenizer and model do not belong together"
+        "token id {id} at position {position}: the vocabulary has {vocab_size} ids; \
+         do tokenizer and model belong together?"
     )]
     TokenId {
         /// Position in the packed batch.
@@ -146,7 +145,7 @@ pub enum TargetError {
     },
     /// A batch took longer than its deadline.
     #[error(
-        "no answer from ranks {waiting:?} within {:.1} s; raise the deadline or send smaller batches",
+        "no answer from ranks {waiting:?} within {:.1} s; raise the deadline or cut the batches",
         .limit.as_secs_f64()
     )]
     Deadline {
