@@ -152,12 +152,7 @@ impl Checkpoint {
         let sums = read_sums(dir)?;
         let read = |name: &str| read_checked(dir, name, &sums);
         let path = |name: &str| dir.join(name);
-        let state_bytes = read(STATE)?;
-        let state: CheckpointState = serde_json::from_slice(&state_bytes)
-            .map_err(|source| CheckpointError::State { path: path(STATE), source })?;
-        if state.format != FORMAT {
-            return Err(CheckpointError::Format { path: path(STATE), found: state.format });
-        }
+        let state = Self::load_state(dir)?;
         let config_bytes = read(CONFIG)?;
         let config = FitConfig::from_toml(&String::from_utf8_lossy(&config_bytes), &path(CONFIG))?;
         let tensors = |name: &str| -> Result<TensorFile, CheckpointError> {
@@ -180,6 +175,18 @@ impl Checkpoint {
             golden: tensors(GOLDEN)?,
             state,
         })
+    }
+
+    /// Reads and checks the small part of a checkpoint only.
+    pub fn load_state(dir: &Path) -> Result<CheckpointState, CheckpointError> {
+        let bytes = read_checked(dir, STATE, &read_sums(dir)?)?;
+        let path = dir.join(STATE);
+        let state: CheckpointState = serde_json::from_slice(&bytes)
+            .map_err(|source| CheckpointError::State { path: path.clone(), source })?;
+        match state.format {
+            FORMAT => Ok(state),
+            found => Err(CheckpointError::Format { path, found }),
+        }
     }
 
     /// The target's config.json.

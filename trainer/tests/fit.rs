@@ -133,6 +133,23 @@ fn resuming_with_other_settings_or_data_is_refused() {
 }
 
 #[test]
+fn a_run_that_blows_up_stops_before_the_update_and_keeps_its_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    let (data, out) = (dir.path().join("data"), dir.path().join("run"));
+    support::dataset(&data, 20);
+    let mut config = support::config(&data, &out);
+    config.train.lr = 1e30;
+    config.train.clip = 0.0;
+    config.checkpoint.checkpoint_every = 1;
+    let error = run(&config, Start::Fresh).unwrap_err();
+    let stopped = matches!(error, FitError::LossNotFinite { .. } | FitError::Gradient(_));
+    assert!(stopped && error.exit_code() == 65, "{error}");
+    for step in RunDir::new(&out).steps().unwrap() {
+        Checkpoint::load(&RunDir::new(&out).checkpoint(step), Parts::Everything).unwrap();
+    }
+}
+
+#[test]
 fn a_damaged_checkpoint_is_named_and_not_used() {
     let dir = tempfile::tempdir().unwrap();
     let (data, out) = (dir.path().join("data"), dir.path().join("run"));

@@ -5,7 +5,7 @@ use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
-use super::{Best, Checkpoint, CheckpointError, Parts, SUMS};
+use super::{Best, Checkpoint, CheckpointError, SUMS};
 
 const PREFIX: &str = "step-";
 
@@ -119,7 +119,7 @@ impl RunDir {
     /// was evaluated.
     pub fn best(&self) -> Result<PathBuf, CheckpointError> {
         let latest = self.latest()?;
-        let state = Checkpoint::load(&latest, Parts::Inference)?.state;
+        let state = Checkpoint::load_state(&latest)?;
         Ok(state.best.map_or(latest, |best| self.checkpoint(best.step)))
     }
 

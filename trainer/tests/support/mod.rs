@@ -1,4 +1,5 @@
 //! A small synthetic data set whose text a draft can learn. Knows nothing of real models.
+#![allow(dead_code, reason = "each test file uses its own part")]
 
 use std::path::Path;
 
