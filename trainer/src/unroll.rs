@@ -34,14 +34,15 @@ impl<B: DraftOps> Eagle3Draft<B> {
         plan: &BatchPlan<B>,
     ) -> Unrolled<B> {
         let table = rotary_table(&self.config, plan.positions, &self.device());
+        let heads = HeadSplit { config: &self.config, table: &table };
         let h0 = self.fuse(gather(aux.clone(), plan.base.as_ref()));
-        let (mut keys, mut values) = (Vec::new(), Vec::new());
+        let mut cache = (Vec::new(), Vec::new());
         let (mut layer_output, mut normed) = (Vec::new(), Vec::new());
         let mut hidden = h0.clone();
         for step in &plan.steps {
             let previous = gather(hidden, step.from_previous.as_ref());
             let token = B::gather_rows(embed_tokens.clone(), &step.tokens);
-            let z = self.layer_step(token, previous, step, &table, (&mut keys, &mut values));
+            let z = self.layer_step((token, previous), step, &heads, &mut cache);
             let output = B::rms_norm(z.clone(), self.norm.clone(), self.config.rms_norm_eps);
             hidden = if self.config.norm_output { output.clone() } else { z.clone() };
             layer_output.push(z);
@@ -62,20 +63,19 @@ impl<B: DraftOps> Eagle3Draft<B> {
         B::project(input, self.fc.clone())
     }
 
-    /// The decoder layer on the rows of one step; adds the step's keys and values to the lists.
+    /// The decoder layer on the rows of one step, given token embedding and hidden state; adds the
+    /// step's keys and values to the cache.
     fn layer_step(
         &self,
-        token: Tensor<B, 2>,
-        hidden: Tensor<B, 2>,
+        (token, hidden): (Tensor<B, 2>, Tensor<B, 2>),
         step: &StepPlan<B>,
-        table: &RotaryTable<B>,
-        (keys, values): (&mut Vec<Tensor<B, 3>>, &mut Vec<Tensor<B, 3>>),
+        heads: &HeadSplit<'_, B>,
+        (keys, values): &mut (Vec<Tensor<B, 3>>, Vec<Tensor<B, 3>>),
     ) -> Tensor<B, 2> {
         let (layer, eps) = (&self.layer, self.config.rms_norm_eps);
         let token = B::rms_norm(token, layer.input_layernorm.clone(), eps);
         let normed = B::rms_norm(hidden.clone(), layer.hidden_norm.clone(), eps);
         let input = Tensor::cat(vec![token, normed.clone()], 1);
-        let heads = HeadSplit { config: &self.config, table };
         let (key, value) = heads.keys_values(&layer.attention, input.clone(), &step.key_positions);
         keys.push(key);
         values.push(value);
@@ -201,5 +201,75 @@ fn rotary_table<B: Backend>(
         cos: table(f64::cos),
         sin: table(f64::sin),
         interleaved: matches!(config.attention, AttentionConfig::Mla { .. }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::backend::Flex;
+    use burn::tensor::Distribution;
+
+    use super::*;
+    use crate::batch::BatchTokens;
+    use crate::masks::{MaskMode, RowPlan, row_masks};
+    use crate::plan::plan_batch;
+
+    fn config(attention: AttentionConfig) -> DraftConfig {
+        DraftConfig {
+            hidden_size: 32,
+            intermediate_size: 48,
+            num_attention_heads: 4,
+            attention,
+            rms_norm_eps: 1e-5,
+            rope_theta: 10000.0,
+            yarn: None,
+            vocab_size: 40,
+            draft_vocab_size: 20,
+            num_aux: 3,
+            fc_norm: false,
+            norm_output: true,
+            norm_before_residual: false,
+        }
+    }
+
+    /// Only distances between positions matter.
+    #[test]
+    fn shifted_positions_change_nothing() {
+        let device = Default::default();
+        let latent = AttentionConfig::Mla {
+            q_lora_rank: 12,
+            kv_lora_rank: 10,
+            qk_nope_head_dim: 6,
+            qk_rope_head_dim: 4,
+            v_head_dim: 5,
+        };
+        for attention in [AttentionConfig::Gqa { num_key_value_heads: 2, head_dim: 8 }, latent] {
+            let draft = Eagle3Draft::<Flex>::init(config(attention), 5, &device).unwrap();
+            let draft = draft.map(|_, param| match param {
+                crate::Param::Matrix(w) => crate::Param::Matrix(w * 20.0),
+                other => other,
+            });
+            let tokens = BatchTokens::new((0..19).collect(), &[1; 19], vec![0, 8, 19]).unwrap();
+            let rows = RowPlan::sparse(&tokens, &row_masks(&tokens, 3, MaskMode::Chain, &[]));
+            let random = |rows, width| {
+                Tensor::random([rows, width], Distribution::Normal(0.0, 1.0), &device)
+            };
+            let (embed, aux) = (random(40, 32), random(19, 96));
+            let mut plan = plan_batch::<Flex>(&tokens, &rows, 0.4, &device);
+            let before = draft.unroll(&embed, &aux, &plan);
+            plan.positions += 23;
+            for step in &mut plan.steps {
+                for positions in [&mut step.key_positions, &mut step.query_positions] {
+                    let shifted = positions.host().iter().map(|&at| at + 23).collect();
+                    *positions = RowIndex::new(shifted, &device);
+                }
+            }
+            let after = draft.unroll(&embed, &aux, &plan);
+            for (before, after) in before.layer_output.into_iter().zip(after.layer_output) {
+                let scale = before.clone().abs().max().into_scalar();
+                let difference = (before - after).abs().max().into_scalar();
+                assert!(difference <= 2e-5 * scale, "{difference} of {scale}");
+            }
+        }
     }
 }

@@ -138,7 +138,9 @@ impl<B: Backend> Eagle3Draft<B> {
 }
 
 impl<B: AutodiffBackend> Eagle3Draft<B> {
-    /// Puts a plain draft on the differentiating backend and asks for gradients.
+    /// Puts a plain draft on the differentiating backend and asks for gradients. Do this anew for
+    /// every backward pass (it copies nothing): burn forgets a leaf once its graph was consumed,
+    /// and of two later graphs over it that live at the same time one loses its gradients.
     pub fn tracked(inner: &Eagle3Draft<B::InnerBackend>) -> Self {
         inner.map(|_, param| match param {
             Param::Vector(tensor) => Param::Vector(Tensor::from_inner(tensor).require_grad()),
