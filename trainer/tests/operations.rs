@@ -189,7 +189,9 @@ proptest! {
 /// Numbers of two updates computed by hand from the definition.
 #[test]
 fn adamw_follows_its_definition() {
-    let start = numbers([5], 1).inner();
+    // A part of a larger tensor, whose storage must not be touched.
+    let whole = numbers([9], 1).inner();
+    let start = whole.clone().narrow(0, 2, 5);
     let gradients = [numbers([5], 2).inner(), numbers([5], 3).inner()];
     let mut state =
         AdamWState { param: start.clone(), first: start.zeros_like(), second: start.zeros_like() };
@@ -207,6 +209,7 @@ fn adamw_follows_its_definition() {
     }
     let host = |x: &Tensor<Flex, 1>| x.to_data().iter::<f64>().collect::<Vec<_>>();
     let (got, start) = (host(&state.param), host(&start));
+    assert_eq!(host(&whole), host(&numbers([9], 1).inner()));
     let gradients = gradients.each_ref().map(host);
     for place in 0..5 {
         let (mut x, mut m, mut v) = (start[place], 0.0, 0.0);
