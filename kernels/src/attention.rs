@@ -9,9 +9,9 @@ use crate::gemm::{GemmView, GemmViewMut, matmul};
 use crate::simd::multiversion;
 
 /// Query rows of a tile.
-const TILE_ROWS: usize = 64;
-/// Keys of a tile: with 64 rows of f32 scores it stays in the second-level cache.
-const TILE_KEYS: usize = 256;
+const TILE_ROWS: usize = 128;
+/// Keys of a tile: with 128 rows of f32 scores that is 256 KiB, half of a second-level cache.
+const TILE_KEYS: usize = 512;
 const LANES: usize = 16;
 
 /// Elements from one token, and from one head, to the next.
@@ -73,26 +73,62 @@ impl<'a> AttentionShape<'a> {
             threads,
         }
     }
+
+    /// Rows of queries, and of keys.
+    fn tokens(&self) -> (usize, usize) {
+        let queries = self.cu_seqlens.last().copied().unwrap_or(0);
+        (queries, queries + self.cached.iter().sum::<usize>())
+    }
 }
 
 /// `out = softmax(scale * q k^T + causal) v` for every sequence and head by itself; `out` is
 /// [query tokens, q_heads, v_dim] without gaps. Every query sees the cached keys of its sequence
 /// and the keys up to its own.
 pub fn causal(out: &mut [f32], q: &[f32], k: &[f32], v: &[f32], shape: AttentionShape<'_>) {
-    let HeadShape { q_heads, v_dim, .. } = shape.heads;
+    let HeadShape { q_heads, kv_heads, qk_dim, v_dim, .. } = shape.heads;
     assert_shape(out.len(), [q.len(), k.len(), v.len()], &shape);
     let row = q_heads * v_dim;
-    if row == 0 {
+    if row == 0 || out.is_empty() {
         return;
     }
+    let (q_tokens, kv_tokens) = shape.tokens();
+    // Heads far apart miss the cache in every tile, which costs more than one copy; but not where
+    // a few queries read many keys once.
+    if kv_heads > 1 && 2 * q_tokens >= kv_tokens {
+        let (k, k_strides) = gather_heads(k, kv_tokens, [kv_heads, qk_dim], shape.k);
+        let (v, v_strides) = gather_heads(v, kv_tokens, [kv_heads, v_dim], shape.v);
+        attend(out, [q, &k, &v], &AttentionShape { k: k_strides, v: v_strides, ..shape });
+    } else {
+        attend(out, [q, k, v], &shape);
+    }
+}
+
+/// Copies the rows of each head together: [heads, tokens, dim].
+fn gather_heads(
+    x: &[f32],
+    tokens: usize,
+    [heads, dim]: [usize; 2],
+    strides: Strides,
+) -> (Vec<f32>, Strides) {
+    let mut gathered = Vec::with_capacity(tokens * heads * dim);
+    for head in 0..heads {
+        for token in 0..tokens {
+            gathered.extend_from_slice(&x[token * strides.token + head * strides.head..][..dim]);
+        }
+    }
+    (gathered, Strides { token: dim, head: tokens * dim })
+}
+
+fn attend(out: &mut [f32], [q, k, v]: [&[f32]; 3], shape: &AttentionShape<'_>) {
+    let row = shape.heads.q_heads * shape.heads.v_dim;
     let mut work = Vec::new();
     let mut rest = out;
-    for tile in tiles(&shape) {
+    for tile in tiles(shape) {
         let (tile_out, after) = rest.split_at_mut(tile.rows * row);
         rest = after;
         work.push((tile, tile_out));
     }
-    let run = |(tile, out): (Tile, &mut [f32])| attend_tile(out, [q, k, v], &shape, &tile);
+    let run = |(tile, out): (Tile, &mut [f32])| attend_tile(out, [q, k, v], shape, &tile);
     if shape.threads.0 > 1 {
         // The last tiles of a sequence see the most keys: started first, none straggles.
         work.into_par_iter().rev().with_max_len(1).for_each(run);
@@ -114,8 +150,7 @@ fn assert_shape(out: usize, [q, k, v]: [usize; 3], shape: &AttentionShape<'_>) {
         kv_heads > 0 && q_heads.is_multiple_of(kv_heads),
         "attention: {q_heads} query heads over {kv_heads} key heads"
     );
-    let q_tokens = cu_seqlens[cu_seqlens.len() - 1];
-    let kv_tokens = q_tokens + cached.iter().sum::<usize>();
+    let (q_tokens, kv_tokens) = shape.tokens();
     assert_eq!(out, q_tokens * q_heads * v_dim, "attention: length of out");
     let needed = |tokens: usize, heads: usize, dim: usize, strides: Strides| match tokens {
         0 => 0,

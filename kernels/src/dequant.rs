@@ -5,6 +5,8 @@
 
 use std::ops::Range;
 
+use crate::simd::multiversion;
+
 /// Rows and columns of a matrix.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Region {
@@ -61,15 +63,50 @@ pub fn int4_pack_quantized(out: &mut [f32], weight: &Int4PackQuantized<'_>, regi
     for (out, row) in out.chunks_exact_mut(region.cols.len()).zip(region.rows.clone()) {
         let packed = &packed[row * row_bytes..][..row_bytes];
         let (scales, _) = scale[row * row_scales * 2..][..row_scales * 2].as_chunks::<2>();
-        for_each_block(out, region.cols.clone(), group, |out, cols, block| {
-            let scale = bf16_to_f32(scales[block]);
-            let values: [f32; 16] =
-                std::array::from_fn(|code| round_to_bf16((code as f32 - 8.0) * scale));
-            for (out, col) in out.iter_mut().zip(cols) {
-                *out = values[nibble(packed, col)];
-            }
-        });
+        int4_row(out, packed, scales, (region.cols.clone(), group));
     }
+}
+
+multiversion! {
+    fn int4_row(
+        out: &mut [f32],
+        packed: &[u8],
+        scales: &[[u8; 2]],
+        span: (Range<usize>, usize)
+    ) = int4_row_body
+}
+
+#[inline(always)]
+fn int4_row_body<const FUSED: bool>(
+    out: &mut [f32],
+    packed: &[u8],
+    scales: &[[u8; 2]],
+    (cols, group): (Range<usize>, usize),
+) {
+    let (words, _) = packed.as_chunks::<4>();
+    let value =
+        |col: usize, scale: f32| round_to_bf16((nibble(packed, col) as i32 - 8) as f32 * scale);
+    for_each_block(out, cols, group, |out, cols, block| {
+        let scale = bf16_to_f32(scales[block]);
+        // Whole words are decoded by vector code, the columns around them one by one.
+        let before = (cols.start.next_multiple_of(8) - cols.start).min(out.len());
+        let (head, rest) = out.split_at_mut(before);
+        for (i, out) in head.iter_mut().enumerate() {
+            *out = value(cols.start + i, scale);
+        }
+        let (eights, tail) = rest.as_chunks_mut::<8>();
+        for (eight, word) in eights.iter_mut().zip(&words[(cols.start + before) / 8..]) {
+            let word = u32::from_le_bytes(*word);
+            for (i, out) in eight.iter_mut().enumerate() {
+                let code = word >> (4 * i) & 0xF;
+                *out = round_to_bf16((code as i32 - 8) as f32 * scale);
+            }
+        }
+        let first = cols.end - tail.len();
+        for (i, out) in tail.iter_mut().enumerate() {
+            *out = value(first + i, scale);
+        }
+    });
 }
 
 /// A matrix [out, in] of E4M3 numbers with one f32 factor for each square of `block` x `block`
@@ -185,12 +222,17 @@ fn nibble(packed: &[u8], index: usize) -> usize {
     usize::from(packed[index / 2] >> (4 * (index % 2)) & 0xF)
 }
 
+#[inline(always)]
 fn bf16_to_f32(bytes: [u8; 2]) -> f32 {
     f32::from_bits(u32::from(u16::from_le_bytes(bytes)) << 16)
 }
 
+/// Nearest bf16, ties to even; infinities stay, and so does NaN whose low bits are zero, as those
+/// of products with a bf16 number are.
+#[inline(always)]
 fn round_to_bf16(x: f32) -> f32 {
-    half::bf16::from_f32(x).to_f32()
+    let bits = x.to_bits();
+    f32::from_bits(bits.wrapping_add(0x7FFF + (bits >> 16 & 1)) & 0xFFFF_0000)
 }
 
 /// Values of the sixteen E2M1 codes.

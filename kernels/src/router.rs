@@ -185,7 +185,8 @@ mod tests {
             let experts = groups * size;
             let kept_groups = 1 + kept.index(groups);
             let top_k = 1 + top_k.index(kept_groups * size);
-            let logits: Vec<f32> = grid[..3 * experts].iter().map(|&g| f32::from(g) / 2.0).collect();
+            let grid = &grid[..3 * experts];
+            let logits: Vec<f32> = grid.iter().map(|&g| f32::from(g) / 2.0).collect();
             let bias: Vec<f32> = biases[..experts].iter().map(|&b| f32::from(b) / 16.0).collect();
             let rule =
                 RouterRule { top_k, groups, kept_groups, bias: &bias, normalise, scale: 2.5 };

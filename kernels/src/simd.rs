@@ -3,15 +3,15 @@
 /// Defines `$name` that runs `$body::<FUSED>` compiled for AVX-512, for AVX2 with FMA, or for the
 /// baseline, whichever the processor has. `$body` must be `#[inline(always)]`.
 macro_rules! multiversion {
-    ($(#[$attr:meta])* $vis:vis fn $name:ident($($arg:ident: $ty:ty),*) $(-> $ret:ty)? = $body:ident) => {
+    ($(#[$attr:meta])* $vis:vis fn $name:ident($($arg:ident: $ty:ty),*) = $body:ident) => {
         $(#[$attr])*
-        $vis fn $name($($arg: $ty),*) $(-> $ret)? {
+        $vis fn $name($($arg: $ty),*) {
             #[cfg(target_arch = "x86_64")]
             {
                 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-                fn on_avx512($($arg: $ty),*) $(-> $ret)? { $body::<true>($($arg),*) }
+                fn on_avx512($($arg: $ty),*) { $body::<true>($($arg),*) }
                 #[target_feature(enable = "avx2,fma")]
-                fn on_avx2($($arg: $ty),*) $(-> $ret)? { $body::<true>($($arg),*) }
+                fn on_avx2($($arg: $ty),*) { $body::<true>($($arg),*) }
                 if $crate::simd::has_avx512() {
                     // SAFETY: the processor has every feature that the function was compiled for.
                     return unsafe { on_avx512($($arg),*) };
