@@ -155,3 +155,93 @@ impl RowPlan {
 fn set_rows(mask: &[bool]) -> Vec<u32> {
     (0..mask.len()).filter(|&row| mask[row]).map(|row| row as u32).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn batch() -> impl Strategy<Value = BatchTokens> {
+        let document = proptest::collection::vec(prop::bool::weighted(0.7), 0..12);
+        proptest::collection::vec(document, 1..5).prop_map(|documents| {
+            let mut offsets = vec![0];
+            for document in &documents {
+                offsets.push(offsets[offsets.len() - 1] + document.len());
+            }
+            let mask: Vec<u8> = documents.concat().into_iter().map(u8::from).collect();
+            BatchTokens::new(vec![0; mask.len()], &mask, offsets).unwrap()
+        })
+    }
+
+    /// The definition word for word, document by document.
+    fn slow_chain(tokens: &BatchTokens, step: usize) -> Vec<bool> {
+        let mut rows = Vec::new();
+        for span in tokens.doc_offsets().windows(2) {
+            let mask = &tokens.loss_mask()[span[0]..span[1]];
+            for row in 0..mask.len() {
+                let inside = row + 2 + step < mask.len();
+                rows.push(inside && mask[row + 1..=row + 2 + step].iter().all(|&set| set));
+            }
+        }
+        rows
+    }
+
+    proptest! {
+        #[test]
+        fn chain_is_its_definition(tokens in batch(), steps in 1usize..6) {
+            let masks = row_masks(&tokens, steps, MaskMode::Chain, &[]);
+            for step in 0..steps {
+                prop_assert_eq!(&masks.in_loss[step], &slow_chain(&tokens, step));
+            }
+            prop_assert_eq!(&masks.counted, &masks.in_loss);
+        }
+
+        #[test]
+        fn sparse_rows_are_those_the_loss_can_see(
+            tokens in batch(),
+            known in proptest::collection::vec(any::<bool>(), 64),
+            steps in 1usize..6,
+            rule in 0usize..3,
+        ) {
+            let mode = [
+                MaskMode::Chain,
+                MaskMode::Specforge { zero_last_mask: true },
+                MaskMode::Specforge { zero_last_mask: false },
+            ][rule];
+            let masks = row_masks(&tokens, steps, mode, &known[..tokens.rows() + 1]);
+            let plan = RowPlan::sparse(&tokens, &masks);
+            for step in 0..steps {
+                let needed = |&row: &u32| masks.in_loss[step..].iter().any(|m| m[row as usize]);
+                let expected: Vec<u32> = (0..tokens.rows() as u32).filter(needed).collect();
+                prop_assert_eq!(&plan.need[step], &expected);
+            }
+            let layout = Layout::new(&tokens);
+            let seen = |&row: &u32| {
+                let document = row as usize..layout.span(row as usize).end;
+                plan.need[0].iter().any(|&query| document.contains(&(query as usize)))
+            };
+            let expected: Vec<u32> = (0..tokens.rows() as u32).filter(seen).collect();
+            prop_assert_eq!(plan.base, expected);
+        }
+    }
+
+    #[test]
+    fn specforge_reads_the_mask_at_the_row() {
+        let tokens = BatchTokens::new(vec![0; 6], &[0, 1, 1, 1, 1, 1], vec![0, 4, 6]).unwrap();
+        let known = [true, true, false, true, true, true, false];
+        let rows = |zero_last_mask| {
+            let mode = MaskMode::Specforge { zero_last_mask };
+            row_masks(&tokens, 2, mode, &known)
+        };
+        let kept = rows(false);
+        assert_eq!(kept.counted[0], [false, true, true, true, true, true]);
+        assert_eq!(kept.counted[1], [true, true, true, false, true, false]);
+        // Row 1 is compared with state 2, rows 3 and 5 with the zero state past the end.
+        assert_eq!(kept.in_loss[0], [false, false, true, false, true, false]);
+        let cleared = rows(true);
+        assert_eq!(cleared.counted[0], [false, true, true, false, true, false]);
+        assert_eq!(cleared.counted[1], [true, true, false, false, false, false]);
+        assert_eq!(cleared.in_loss[1], [false, true, false, false, false, false]);
+    }
+}

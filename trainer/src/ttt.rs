@@ -44,7 +44,7 @@ impl Default for TttOptions {
             row_sparse: true,
             loss: LossKind::SoftCrossEntropy,
             divisors: None,
-            teacher_rows: 128,
+            teacher_rows: 512,
             trace: false,
         }
     }

@@ -238,3 +238,73 @@ pub(crate) fn rotary_table<B: Backend>(
         interleaved: matches!(config.attention, AttentionConfig::Mla { .. }),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use burn::backend::Flex;
+    use burn::tensor::Distribution;
+
+    use super::*;
+    use crate::batch::BatchTokens;
+    use crate::masks::{MaskMode, RowPlan, row_masks};
+    use crate::plan::plan_batch;
+
+    fn config(attention: AttentionConfig) -> DraftConfig {
+        DraftConfig {
+            hidden_size: 32,
+            intermediate_size: 48,
+            num_attention_heads: 4,
+            attention,
+            rms_norm_eps: 1e-5,
+            rope_theta: 10000.0,
+            yarn: None,
+            vocab_size: 40,
+            draft_vocab_size: 20,
+            num_aux: 3,
+            fc_norm: false,
+            norm_output: true,
+            norm_before_residual: false,
+        }
+    }
+
+    /// Only distances between positions matter.
+    #[test]
+    fn shifted_positions_change_nothing() {
+        let device = Default::default();
+        let latent = AttentionConfig::Mla {
+            q_lora_rank: 12,
+            kv_lora_rank: 10,
+            qk_nope_head_dim: 6,
+            qk_rope_head_dim: 4,
+            v_head_dim: 5,
+        };
+        for attention in [AttentionConfig::Gqa { num_key_value_heads: 2, head_dim: 8 }, latent] {
+            let draft = Eagle3Draft::<Flex>::init(config(attention), 5, &device).unwrap();
+            let draft = draft.map(|_, param| match param {
+                crate::Param::Matrix(w) => crate::Param::Matrix(w * 20.0),
+                other => other,
+            });
+            let tokens = BatchTokens::new((0..19).collect(), &[1; 19], vec![0, 8, 19]).unwrap();
+            let rows = RowPlan::sparse(&tokens, &row_masks(&tokens, 3, MaskMode::Chain, &[]));
+            let random = |rows, width| {
+                Tensor::random([rows, width], Distribution::Normal(0.0, 1.0), &device)
+            };
+            let (embed, aux) = (random(40, 32), random(19, 96));
+            let mut plan = plan_batch::<Flex>(&tokens, &rows, 0.4, &device);
+            let before = draft.unroll(&embed, &aux, &plan);
+            plan.positions += 23;
+            for step in &mut plan.steps {
+                for positions in [&mut step.key_positions, &mut step.query_positions] {
+                    let shifted = positions.host().iter().map(|&at| at + 23).collect();
+                    *positions = RowIndex::new(shifted, &device);
+                }
+            }
+            let after = draft.unroll(&embed, &aux, &plan);
+            for (before, after) in before.layer_output.into_iter().zip(after.layer_output) {
+                let scale = before.clone().abs().max().into_scalar();
+                let difference = (before - after).abs().max().into_scalar();
+                assert!(difference <= 2e-5 * scale, "{difference} of {scale}");
+            }
+        }
+    }
+}

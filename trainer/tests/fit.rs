@@ -133,6 +133,28 @@ fn resuming_with_other_settings_or_data_is_refused() {
 }
 
 #[test]
+fn accumulated_batches_are_one_large_batch() {
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("data");
+    support::dataset(&data, 24);
+    let first_record = |name: &str, max_tokens: usize, accumulate: usize| {
+        let mut config = support::config(&data, &dir.path().join(name));
+        config.data.max_tokens = max_tokens;
+        config.train.accumulate = accumulate;
+        config.train.max_steps = 1;
+        run(&config, Start::Fresh).unwrap();
+        let log = std::fs::read_to_string(dir.path().join(name).join("metrics.jsonl")).unwrap();
+        serde_json::from_str::<serde_json::Value>(log.lines().next().unwrap()).unwrap()
+    };
+    let (whole, parts) = (first_record("whole", 10_000, 1), first_record("parts", 60, 1000));
+    assert_eq!(whole["train/rows"], parts["train/rows"]);
+    for name in ["train/loss", "grad_norm", "train/acc_0", "train/acc_2"] {
+        let (a, b) = (whole[name].as_f64().unwrap(), parts[name].as_f64().unwrap());
+        assert!((a - b).abs() < 1e-5 * a.abs(), "{name}: {a} {b}");
+    }
+}
+
+#[test]
 fn a_run_that_blows_up_stops_before_the_update_and_keeps_its_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
     let (data, out) = (dir.path().join("data"), dir.path().join("run"));

@@ -59,7 +59,7 @@ pub(crate) struct BenchArgs {
     #[arg(long, default_value_t = 5)]
     repeat: usize,
     /// Teacher states whose logits exist at a time.
-    #[arg(long, default_value_t = 128)]
+    #[arg(long, default_value_t = 512)]
     teacher_rows: usize,
 }
 
@@ -130,7 +130,7 @@ impl BenchArgs {
 pub(crate) fn run(args: &BenchArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
     let device = Default::default();
     let tokens = args.tokens()?;
-    let draft = Eagle3Draft::<B>::tracked(&Eagle3Draft::init(args.config(), 1, &device)?);
+    let fresh = Eagle3Draft::init(args.config(), 1, &device)?;
     let random = |rows: usize, width: usize, spread: f64| {
         Tensor::<B, 2>::random([rows, width], Distribution::Normal(0.0, spread), &device)
     };
@@ -150,6 +150,7 @@ pub(crate) fn run(args: &BenchArgs, out: &mut dyn Write) -> anyhow::Result<bool>
     let mut total = f64::INFINITY;
     for _ in 0..args.repeat.max(1) {
         let start = Instant::now();
+        let draft = Eagle3Draft::<B>::tracked(&fresh);
         let output = ttt_step(&draft, &target, &batch, &args.options())?;
         loss = output.metrics().loss(args.options().step_decay);
         let middle = start.elapsed().as_secs_f64();

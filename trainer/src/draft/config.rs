@@ -154,7 +154,7 @@ impl DraftConfig {
         self.validate_sizes()?;
         let (field, rotated) = match self.attention {
             AttentionConfig::Gqa { num_key_value_heads: groups, head_dim } => {
-                if self.num_attention_heads % groups != 0 {
+                if !self.num_attention_heads.is_multiple_of(groups) {
                     return Err(DraftConfigError::Heads {
                         heads: self.num_attention_heads,
                         groups,
@@ -164,7 +164,7 @@ impl DraftConfig {
             }
             AttentionConfig::Mla { qk_rope_head_dim, .. } => ("qk_rope_head_dim", qk_rope_head_dim),
         };
-        if rotated % 2 != 0 {
+        if !rotated.is_multiple_of(2) {
             return Err(DraftConfigError::OddRotation { field, size: rotated });
         }
         if self.draft_vocab_size > self.vocab_size {

@@ -43,7 +43,7 @@ impl<B: Backend> Eagle3Draft<B> {
 fn normal(seed: u64, name: &str, count: usize) -> Vec<f32> {
     let digest =
         blake3::Hasher::new().update(&seed.to_le_bytes()).update(name.as_bytes()).finalize_xof();
-    let mut stream = Uniform { reader: digest };
+    let mut stream = Uniform { reader: digest, buffer: [0; 4096], used: 4096 };
     let mut values = Vec::with_capacity(count + 1);
     while values.len() < count {
         // Box-Muller: two uniform numbers make two normal ones.
@@ -55,15 +55,22 @@ fn normal(seed: u64, name: &str, count: usize) -> Vec<f32> {
     values
 }
 
-/// Uniform numbers in (0, 1] from an endless hash output.
+/// Uniform numbers in (0, 1] from an endless hash output, drawn a buffer at a time.
 struct Uniform {
     reader: blake3::OutputReader,
+    buffer: [u8; 4096],
+    used: usize,
 }
 
 impl Uniform {
     fn next(&mut self) -> f64 {
+        if self.used == self.buffer.len() {
+            self.reader.fill(&mut self.buffer);
+            self.used = 0;
+        }
         let mut bytes = [0; 8];
-        self.reader.fill(&mut bytes);
+        bytes.copy_from_slice(&self.buffer[self.used..self.used + 8]);
+        self.used += 8;
         ((u64::from_le_bytes(bytes) >> 11) + 1) as f64 / (1u64 << 53) as f64
     }
 }

@@ -26,6 +26,9 @@ pub enum Param<B: Backend> {
     Matrix(Tensor<B, 2>),
 }
 
+/// Where parameters come from: called with exported name and shape.
+pub type ParamSource<'a, B, E> = dyn FnMut(&str, &[usize]) -> Result<Param<B>, E> + 'a;
+
 /// A parameter that does not have the shape its name asks for.
 #[derive(Debug, Error)]
 #[error("parameter {name} has shape {found:?}; the draft config asks for {expected:?}")]
@@ -96,7 +99,7 @@ impl<B: Backend> Eagle3Draft<B> {
     /// differs from the one asked for.
     pub fn from_parameters<E: From<ParamShapeError>>(
         config: DraftConfig,
-        source: &mut dyn FnMut(&str, &[usize]) -> Result<Param<B>, E>,
+        source: &mut ParamSource<'_, B, E>,
     ) -> Result<Self, E> {
         let mut params = Vec::new();
         for (name, shape) in config.parameter_shapes() {
@@ -138,7 +141,9 @@ impl<B: Backend> Eagle3Draft<B> {
 }
 
 impl<B: AutodiffBackend> Eagle3Draft<B> {
-    /// Puts a plain draft on the differentiating backend and asks for gradients.
+    /// Puts a plain draft on the differentiating backend and asks for gradients. Do this anew for
+    /// every backward pass (it copies nothing): burn forgets a leaf once its graph was consumed,
+    /// and of two later graphs over it that live at the same time one loses its gradients.
     pub fn tracked(inner: &Eagle3Draft<B::InnerBackend>) -> Self {
         inner.map(|_, param| match param {
             Param::Vector(tensor) => Param::Vector(Tensor::from_inner(tensor).require_grad()),

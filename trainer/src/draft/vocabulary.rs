@@ -113,3 +113,29 @@ impl DraftVocabulary {
         pairs.map(|(draft, &target)| i64::from(target) - draft as i64).collect()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mapping_survives_the_exported_form() {
+        let map = DraftVocabulary::from_targets(&[0, 3, 4, 9], 10).unwrap();
+        assert_eq!(map.offsets(), [0, 2, 2, 6]);
+        assert_eq!(DraftVocabulary::from_mapping(&map.offsets(), map.in_draft()).unwrap(), map);
+        assert_eq!(DraftVocabulary::first(10, 10).offsets(), [0; 10]);
+    }
+
+    #[test]
+    fn contradictions_are_named() {
+        let marks = [true, false, true, false];
+        let outside = DraftVocabulary::from_mapping(&[0, 9], &marks).unwrap_err();
+        assert!(matches!(outside, VocabularyError::OutOfRange { draft: 1, target: 10, .. }));
+        let before = DraftVocabulary::from_mapping(&[-1, 1], &marks).unwrap_err();
+        assert!(matches!(before, VocabularyError::OutOfRange { draft: 0, target: -1, .. }));
+        let twice = DraftVocabulary::from_mapping(&[0, -1], &marks).unwrap_err();
+        assert_eq!(twice, VocabularyError::NotAscending { draft: 1 });
+        let other = DraftVocabulary::from_mapping(&[0, 0], &marks).unwrap_err();
+        assert_eq!(other, VocabularyError::Contradiction { marked: 2, named: 2 });
+    }
+}

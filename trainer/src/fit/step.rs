@@ -162,12 +162,12 @@ where
     ) -> Result<StepOutcome, FitError> {
         let divisors = group_divisors(session, &group);
         let options = TttOptions { divisors: Some(divisors.clone()), ..session.options.clone() };
-        let tracked = Eagle3Draft::<B>::tracked(&self.draft);
         let (mut metrics, mut gradients, mut tokens) = (TttMetrics::default(), None, 0);
         for host in group {
             tokens += host.tokens.rows() as u64;
             let samples = host.samples.clone();
             let batch = host.to_device::<B>(&session.device)?;
+            let tracked = Eagle3Draft::<B>::tracked(&self.draft);
             let output = ttt_step(&tracked, &session.frozen, &batch, &options)?;
             let mut sums = output.metrics();
             sums.step_divisor.clone_from(&divisors);

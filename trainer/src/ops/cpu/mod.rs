@@ -1,6 +1,7 @@
 //! The operations of the training step on f32 slices of the host, forward and backward, shared
 //! out over rayon's current pool. Knows no tensors and no automatic differentiation.
 
+pub(super) mod adamw;
 pub(super) mod attention;
 pub(super) mod distill;
 pub(super) mod rows;

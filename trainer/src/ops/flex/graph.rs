@@ -15,7 +15,7 @@ use super::super::cpu::attention::{self, HostPlan};
 use super::super::cpu::{rows, threads};
 use super::{
     AttentionPlan, DistillRows, Distilled, DraftOps, Host, HostRotation, RotaryTable, RowIndex,
-    TeacherHead, attend, distilled, flex, head_tensors, outcome_tensor, project, tensor,
+    TeacherHead, attend, compact, distilled, flex, head_tensors, outcome_tensor, project, tensor,
 };
 use crate::ops::plain;
 
@@ -87,10 +87,10 @@ impl Backward<Flex, 2> for Projection {
             // The same weight is used at every step: add to what is there already.
             let holder =
                 Node { primitive: weight.0.clone(), rc: Arc::new(parent.id), node: parent.clone() };
-            let sum = gradients.remove::<Flex>(&holder).map(|sum| sum.to_contiguous());
+            let sum = gradients.remove::<Flex>(&holder).map(|sum| compact(Host::new(sum)));
             let accumulate = sum.is_some();
             let mut sum = sum.unwrap_or_else(|| flex(vec![0.0; output * input], [output, input]));
-            let into = &mut sum.storage_mut::<f32>()[..output * input];
+            let into = sum.storage_mut::<f32>();
             matmul_tn(into, gradient.values(), x.values(), dims, accumulate, threads());
             gradients.register::<Flex>(parent.id, sum);
         }

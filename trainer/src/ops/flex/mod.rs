@@ -11,11 +11,15 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive};
 use kernels::gemm::{GemmDims, matmul_nt};
 
+use super::cpu::adamw;
 use super::cpu::attention::{self, HeadSizes, HostPlan, Operands};
 use super::cpu::distill::{self, HostDistilled, HostHead};
 use super::cpu::rows::{self, Rotation};
 use super::cpu::threads;
-use super::{AttentionPlan, DistillRows, Distilled, DraftOps, RotaryTable, RowIndex, TeacherHead};
+use super::{
+    AdamWState, AdamWStep, AttentionPlan, DistillRows, Distilled, DraftOps, RotaryTable, RowIndex,
+    TeacherHead,
+};
 
 /// A tensor's f32 entries in row-major order.
 #[derive(Clone, Debug)]
@@ -47,6 +51,14 @@ fn flex(values: Vec<f32>, shape: impl Into<Shape>) -> FlexTensor {
 
 fn tensor<const D: usize>(primitive: FlexTensor) -> Tensor<Flex, D> {
     Tensor::from_primitive(TensorPrimitive::Float(primitive))
+}
+
+/// The tensor with storage of its own when it is part of a larger one.
+fn compact(host: Host) -> FlexTensor {
+    match host.values().len() == host.0.storage::<f32>().len() {
+        true => host.0,
+        false => flex(host.values().to_vec(), host.0.shape()),
+    }
 }
 
 fn project(x: &Host, weight: &Host) -> FlexTensor {
@@ -229,5 +241,20 @@ impl DraftOps for Flex {
         let [_, width] = states.dims();
         let chunks = states.values().chunks(states_at_once.max(1) * width);
         chunks.flat_map(|chunk| distill::teacher_top(chunk, head.slices())).collect()
+    }
+
+    fn adamw_step<const D: usize>(
+        state: AdamWState<Self, D>,
+        gradient: Tensor<Self, D>,
+        step: &AdamWStep,
+    ) -> AdamWState<Self, D> {
+        let owned = |x: Tensor<Self, D>| compact(Host::of(x));
+        let (mut param, mut first, mut second) =
+            (owned(state.param), owned(state.first), owned(state.second));
+        let gradient = Host::of(gradient);
+        // In place unless someone else still holds the storage.
+        let parts = [param.storage_mut(), first.storage_mut(), second.storage_mut()];
+        adamw::update(parts, gradient.values(), step);
+        AdamWState { param: tensor(param), first: tensor(first), second: tensor(second) }
     }
 }
