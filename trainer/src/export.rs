@@ -100,6 +100,7 @@ pub fn export(
     }
     checkpoint.vocab.check()?;
     check_layout(checkpoint, options.layout)?;
+    check_switches(checkpoint, options)?;
     let layer_ids =
         LayerIds::of(&checkpoint.state.layers, checkpoint.state.draft.num_aux, options.engine)?;
     let target = checkpoint.target()?;
@@ -182,6 +183,17 @@ fn check_layout(checkpoint: &Checkpoint, layout: ExportLayout) -> Result<(), Exp
         (false, ExportLayout::Llama | ExportLayout::Speculators) => Ok(()),
         (true, _) => Err(ExportError::Layout { draft: "mla", allowed: "mla" }),
         (false, _) => Err(ExportError::Layout { draft: "llama", allowed: "llama or speculators" }),
+    }
+}
+
+/// Refuses switches that the engine asked for does not have: it would ignore them and guess wrong.
+fn check_switches(checkpoint: &Checkpoint, options: &ExportOptions) -> Result<(), ExportError> {
+    if options.engine != Engine::SglangOld {
+        return Ok(());
+    }
+    match switches(checkpoint).into_iter().find(|(_, on)| *on) {
+        Some((flag, _)) => Err(ExportError::Unsupported { flag, engine: "an old SGLang" }),
+        None => Ok(()),
     }
 }
 

@@ -153,6 +153,9 @@ fn mla_and_speculators_names_and_fields() {
         config.draft.fc_norm = true;
         config.draft.draft_vocab_size = Some(48);
     });
+    let old = ExportOptions { engine: Engine::SglangOld, ..options(ExportLayout::Llama) };
+    let refused = export(&llama, &dir.path().join("old"), &old).unwrap_err();
+    assert!(matches!(refused, ExportError::Unsupported { flag: "fc_norm", .. }), "{refused}");
     let out = dir.path().join("speculators");
     export(&llama, &out, &options(ExportLayout::Speculators)).unwrap();
     let (config, tensors) = written(&out);

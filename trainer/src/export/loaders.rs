@@ -77,8 +77,12 @@ pub(super) fn replay(
     draft: &DraftConfig,
     (layout, engine): (ExportLayout, Engine),
 ) -> Result<Vec<&'static str>, ExportError> {
+    let newer = draft.fc_norm || draft.norm_output;
     let loaders: &[Loader] = match (layout, engine) {
         (ExportLayout::Speculators, _) | (_, Engine::Vllm) => &[VLLM],
+        // No SGLang has this switch, no older one the others.
+        _ if draft.norm_before_residual => &[VLLM],
+        (ExportLayout::Llama, _) if newer => &[VLLM, SGLANG],
         (ExportLayout::Llama, _) => &[VLLM, SGLANG, SGLANG_OLD],
         (ExportLayout::Mla, _) => &[VLLM, SGLANG_MLA],
     };
