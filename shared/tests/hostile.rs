@@ -154,7 +154,12 @@ fn links_devices_fifos_and_directories_are_not_opened() {
     assert!(made.success());
     let link = dir.path().join("link");
     std::os::unix::fs::symlink("/dev/zero", &link).unwrap();
-    for path in [fifo.as_path(), &link, dir.path(), "/dev/zero".as_ref()] {
+    let spec = support::spec(StateDtype::Bf16);
+    fs::create_dir(dir.path().join("shards")).unwrap();
+    let sealed = support::seal(dir.path(), ShardId(0), &spec, &support::samples(&spec, 1));
+    let sound = dir.path().join("sound");
+    std::os::unix::fs::symlink(dir.path().join("shards").join(sealed.file), &sound).unwrap();
+    for path in [fifo.as_path(), &link, &sound, dir.path(), "/dev/zero".as_ref()] {
         let error = ShardReader::open(path, &HeaderLimits::SHARD).unwrap_err();
         assert_eq!(error.exit_code(), 74, "{error}");
     }
