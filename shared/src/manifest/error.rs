@@ -94,8 +94,8 @@ pub enum ManifestError {
     FingerprintChanged(Vec<FieldChange>),
     /// No layers, or not ascending, or no width.
     #[error(
-        "layers {layers:?} of width {hidden_size} can't be captured: at least one layer, ascending, \
-         and a width are needed"
+        "layers {layers:?} of width {hidden_size} can't be captured: at least one layer, \
+         ascending, and a width are needed"
     )]
     Spec {
         /// Layers asked for.
