@@ -34,11 +34,13 @@ pub(crate) fn run(args: &InspectArgs, out: &mut dyn Write) -> anyhow::Result<boo
         };
         return sample(&args.path, id, args.json, out);
     }
-    let header = read_header(&args.path, &HeaderLimits::FOREIGN)?;
+    let doing = || format!("opening {}", args.path.display());
+    let path = args.path.canonicalize().with_context(doing)?;
+    let header = read_header(&path, &HeaderLimits::FOREIGN)?;
     if header.metadata.get("format").is_none_or(|format| format != "aerie") {
-        return foreign(&args.path, args.json, out);
+        return foreign(&path, args.json, out);
     }
-    let reader = ShardReader::open(&args.path, &HeaderLimits::SHARD)?;
+    let reader = ShardReader::open(&path, &HeaderLimits::SHARD)?;
     if !args.json {
         for (name, value) in &header.metadata {
             writeln!(out, "{name} = {value}")?;

@@ -81,12 +81,12 @@ fn experts_cut_over_all_ranks() {
 fn latent_norm_epsilon() {
     let config = EngineOptions { qa_norm_eps: QaNormEps::Config, ..options(NANO_KIMI, 1) };
     let report = compare("nano_kimi_int4", &config);
-    assert!(report.agrees(1e-5), "{report:#?}");
+    assert!(report.agrees(2e-5), "{report:#?}");
     let path = repository("tests/fixtures/golden/nano_kimi_int4.safetensors");
     let golden = Golden::read(&path, QaNormEps::Config).unwrap();
     let mut hf = RankGroup::open(&options(NANO_KIMI, 1)).unwrap();
     let crossed = golden.compare(&mut hf).unwrap();
-    assert!(!crossed.agrees(1e-5), "{crossed:#?}");
+    assert!(!crossed.agrees(2e-5), "{crossed:#?}");
 }
 
 /// The comparison itself must notice a wrong state, expert and continuation.

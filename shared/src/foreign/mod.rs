@@ -58,6 +58,8 @@ impl ForeignReport {
 
 /// Looks at a safetensors file of any origin, reads all its values, and says what is wrong.
 pub fn audit_foreign(path: &Path) -> Result<ForeignReport, ShardError> {
+    // Model caches are full of links; the user named this one.
+    let path = &path.canonicalize().map_err(at("opening", path))?;
     let (file, _, header) = open_header(&RealFiles, path, &HeaderLimits::FOREIGN)?;
     let mut report = ForeignReport {
         file: path.to_path_buf(),

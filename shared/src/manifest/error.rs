@@ -19,7 +19,10 @@ pub enum ManifestError {
     #[error("{} is no data set: it has no manifest.sqlite", .0.display())]
     Missing(PathBuf),
     /// Another writer holds the data set.
-    #[error("{} is being written by process {pid} on host {host}: wait for it or stop it", dir.display())]
+    #[error(
+        "{} is being written by process {pid} on host {host}: wait for it or stop it",
+        dir.display()
+    )]
     Locked {
         /// The data set.
         dir: PathBuf,
@@ -49,7 +52,10 @@ pub enum ManifestError {
         kind: &'static str,
     },
     /// A database of something else.
-    #[error("{} is a database, but not a manifest of Aerie (application id {found:#x})", path.display())]
+    #[error(
+        "{} is a database, but not a manifest of Aerie (application id {found:#x})",
+        path.display()
+    )]
     NotAManifest {
         /// The database.
         path: PathBuf,
@@ -57,7 +63,10 @@ pub enum ManifestError {
         found: u32,
     },
     /// Written by a later version.
-    #[error("{} has format {found}, this program knows up to {known}: use a newer Aerie", path.display())]
+    #[error(
+        "{} has format {found}, this program knows up to {known}: use a newer Aerie",
+        path.display()
+    )]
     Newer {
         /// The database.
         path: PathBuf,
@@ -78,11 +87,15 @@ pub enum ManifestError {
         detail: String,
     },
     /// The data set was begun under other settings.
-    #[error("the data set was begun with other settings; use a new directory or the old settings.{}", lines(.0))]
+    #[error(
+        "the data set was begun with other settings; use a new directory or the old settings.{}",
+        lines(.0)
+    )]
     FingerprintChanged(Vec<FieldChange>),
     /// No layers, or not ascending, or no width.
     #[error(
-        "layers {layers:?} of width {hidden_size} can't be captured: at least one layer, ascending, and a width are needed"
+        "layers {layers:?} of width {hidden_size} can't be captured: at least one layer, \
+         ascending, and a width are needed"
     )]
     Spec {
         /// Layers asked for.

@@ -164,7 +164,10 @@ pub enum ShardError {
         source: SampleError,
     },
     /// Ids and mask changed since they were named.
-    #[error("{}: the ids and mask named {sample} hash to {found}: bytes changed on disk", path.display())]
+    #[error(
+        "{}: the ids and mask named {sample} hash to {found}: bytes changed on disk",
+        path.display()
+    )]
     SampleChanged {
         /// The file.
         path: PathBuf,
