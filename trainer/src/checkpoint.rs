@@ -281,8 +281,8 @@ pub enum CheckpointError {
         why: &'static str,
     },
     /// Bytes changed since they were written.
-    #[error("{} was changed or damaged: its BLAKE3 is {found}, {expected} was written; use an \
-        older checkpoint", path.display())]
+    #[error("{} was changed or damaged: its BLAKE3 is {found}, {expected} was written; \
+        remove this directory to go on from an older one", path.display())]
     Digest {
         /// The file.
         path: PathBuf,
