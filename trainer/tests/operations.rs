@@ -60,7 +60,12 @@ macro_rules! assert_same {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(20))]
     #[test]
-    fn row_operations(rows in 1usize..150, width in 1usize..40, out in 1usize..30, seed in any::<u64>()) {
+    fn row_operations(
+        rows in 1usize..150,
+        width in 1usize..40,
+        out in 1usize..30,
+        seed in any::<u64>(),
+    ) {
         let (x, w) = (leaf([rows, width], seed), leaf([out, width], seed ^ 1));
         assert_same!(
             seed,
@@ -126,7 +131,8 @@ proptest! {
         let (mut query, mut first) = (0, 0);
         for (queries, keys) in documents {
             // The last query sees the last key, earlier ones fewer.
-            let ends = (0..queries).map(|row| first + keys.saturating_sub(queries - 1 - row).max(1));
+            let end = |row| first + keys.saturating_sub(queries - 1 - row).max(1);
+            let ends = (0..queries).map(end);
             visible.extend(ends.map(|end| end as u32));
             segments.push(Segment { queries: query..query + queries, keys: first..first + keys });
             (query, first) = (query + queries, first + keys);
@@ -172,7 +178,12 @@ proptest! {
         let all_states = numbers([30, width], seed ^ 2);
         let weights = (0..states.len()).map(|row| (row % 3) as f32 * 0.3).collect();
         let rows =
-            DistillRows { states, weights, loss: LossKind::SoftCrossEntropy, states_at_once: at_once };
+            DistillRows {
+                states,
+                weights,
+                loss: LossKind::SoftCrossEntropy,
+                states_at_once: at_once,
+            };
         let run = |f: fn(_, _, _, &TeacherHead<B>, &DistillRows) -> trainer::ops::Distilled<B>| {
             f(hidden.clone(), lm_head.clone(), all_states.clone(), &head, &rows)
         };
