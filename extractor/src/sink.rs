@@ -8,7 +8,7 @@ use serde::Serialize;
 use shared::contract::ContractError;
 use shared::manifest::{Manifest, ManifestError, SourceOutcome, SourceRecord};
 use shared::shard::{ShardError, ShardWriter};
-use shared::{CapturedSample, LayerIndex, LayerState, SampleId, StateRows};
+use shared::{CapturedSample, LayerIndex, LayerState, SampleId};
 use thiserror::Error;
 
 use crate::batch::TokenBatch;
@@ -170,8 +170,7 @@ impl<'a> ShardSink<'a> {
                 stage = "sliced", batch = self.batches, sample = %id, layer = layer.layer.0,
                 ?shape, %dtype
             );
-            let values = &layer.rows[rows.start * hidden..rows.end * hidden];
-            let rows = StateRows::from_f32(values, hidden, dtype);
+            let rows = layer.rows.store(rows.start * hidden..rows.end * hidden, hidden, dtype);
             LayerState { layer: layer.layer, shape, rows }
         };
         capture.layers.iter().map(cut).collect()

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use kernels::cuda::CudaError;
 use shared::LayerIndex;
 use thiserror::Error;
 
@@ -75,6 +76,56 @@ pub enum TargetError {
         device: &'static str,
         /// Why, and what to do.
         reason: String,
+    },
+    /// A GPU or a library for it is missing, or refuses.
+    #[error("rank {rank}: {doing}")]
+    Cuda {
+        /// Which rank.
+        rank: usize,
+        /// What it was doing.
+        doing: &'static str,
+        /// What was refused, and with which code.
+        #[source]
+        source: CudaError,
+    },
+    /// A collective operation between GPUs was refused.
+    #[error("rank {rank}: {operation} of NCCL answered {code}: {meaning}")]
+    Nccl {
+        /// Which rank.
+        rank: usize,
+        /// Name of the operation.
+        operation: &'static str,
+        /// Name and number of the answer.
+        code: String,
+        /// What it means, and what to do.
+        meaning: &'static str,
+    },
+    /// The model and the batch need more memory than a GPU has free.
+    #[error(
+        "rank {rank}: {needed} are needed, {free} are free on GPU {rank} of {total}; take fewer \
+         --batch-tokens ({tokens} now) or more GPUs\n{plan}"
+    )]
+    Memory {
+        /// Which rank.
+        rank: usize,
+        /// Bytes, written out.
+        needed: String,
+        /// Bytes, written out.
+        free: String,
+        /// Bytes, written out.
+        total: String,
+        /// Tokens of a batch.
+        tokens: usize,
+        /// What the memory is for.
+        plan: String,
+    },
+    /// A batch has more tokens than memory was taken for.
+    #[error("the batch has {tokens} tokens, memory was taken for {limit}; raise --batch-tokens")]
+    BatchTooLarge {
+        /// Tokens of the batch.
+        tokens: usize,
+        /// Tokens at most.
+        limit: usize,
     },
     /// A token id the model has no embedding for.
     #[error(
@@ -181,9 +232,13 @@ impl TargetError {
             | Self::TokenId { .. }
             | Self::EmptyBatch
             | Self::TooLong { .. } => 65,
-            Self::Device { .. } => 69,
-            Self::Split { .. } | Self::Option { .. } | Self::Layer { .. } => 78,
-            Self::Deadline { .. } | Self::RankThread { .. } => 75,
+            Self::Device { .. } | Self::Memory { .. } => 69,
+            Self::Cuda { source, .. } => source.exit_code(),
+            Self::Split { .. }
+            | Self::Option { .. }
+            | Self::Layer { .. }
+            | Self::BatchTooLarge { .. } => 78,
+            Self::Deadline { .. } | Self::RankThread { .. } | Self::Nccl { .. } => 75,
             Self::Cache { .. }
             | Self::RankPanicked { .. }
             | Self::CollectiveEnded { .. }

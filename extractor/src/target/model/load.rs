@@ -5,13 +5,14 @@ use std::ops::Range;
 use crate::target::error::TargetError;
 use crate::target::ops::{Expert, Ops};
 use crate::target::plan::RankPlan;
+use crate::target::source::Source;
 use crate::target::spec::{QaNormEps, TargetSpec};
-use crate::target::weights::{Checkpoint, Slice};
+use crate::target::weights::Slice;
 
 /// Everything that building a part of the model needs.
 pub(super) struct Loader<'a, O: Ops> {
     pub(super) ops: &'a mut O,
-    pub(super) checkpoint: &'a Checkpoint,
+    pub(super) source: &'a Source,
     pub(super) spec: &'a TargetSpec,
     pub(super) plan: &'a RankPlan,
     pub(super) qa_norm_eps: QaNormEps,
@@ -25,7 +26,7 @@ impl<O: Ops> Loader<'_, O> {
         dims: [usize; 2],
         rows: Range<usize>,
     ) -> Result<O::Linear, TargetError> {
-        self.ops.load_linear(self.checkpoint, name, dims, &Slice { rows, cols: 0..dims[1] })
+        self.ops.load_linear(self.source, name, dims, &Slice { rows, cols: 0..dims[1] })
     }
 
     /// Columns `cols` of the matrix `name` of `dims` = [out, in].
@@ -35,7 +36,7 @@ impl<O: Ops> Loader<'_, O> {
         dims: [usize; 2],
         cols: Range<usize>,
     ) -> Result<O::Linear, TargetError> {
-        self.ops.load_linear(self.checkpoint, name, dims, &Slice { rows: 0..dims[0], cols })
+        self.ops.load_linear(self.source, name, dims, &Slice { rows: 0..dims[0], cols })
     }
 
     /// The whole matrix `name`.
@@ -45,7 +46,7 @@ impl<O: Ops> Loader<'_, O> {
 
     /// The whole vector `name`.
     pub(super) fn vector(&mut self, name: &str, len: usize) -> Result<O::Buffer, TargetError> {
-        self.ops.load_vector(self.checkpoint, name, len, 0..len)
+        self.ops.load_vector(self.source, name, len, 0..len)
     }
 
     /// The projections under `prefix` with `columns` of an intermediate of width `width`.

@@ -2,7 +2,8 @@
 //! caches but that keys and values may be appended to one.
 
 use super::load::{Loader, heads};
-use super::step::{Input, Stage, Step, Work};
+use super::step::{Input, Stage, Step};
+use super::work::Work;
 use crate::target::error::TargetError;
 use crate::target::kv::LayerCache;
 use crate::target::ops::{AttentionDims, LatentDims, Ops, Write};
@@ -76,10 +77,10 @@ impl<O: Ops> Mla<O> {
     ) -> Result<(), TargetError> {
         self.queries(step)?;
         self.keys_values(step)?;
-        step.clock.lap(Stage::Projections);
+        step.ops.lap(Stage::Projections)?;
         let LatentDims { heads, nope, rope, v } = self.dims;
         let dims = AttentionDims {
-            cu_seqlens: step.cu_seqlens,
+            cu_seqlens: step.half.cu_seqlens,
             cached: step.cached,
             heads,
             kv_heads: heads,
@@ -89,8 +90,8 @@ impl<O: Ops> Mla<O> {
         };
         super::attend(step, cache, &dims)?;
         step.project(Input::Attended, &self.out)?;
-        step.clock.lap(Stage::Projections);
-        step.settle()
+        step.ops.lap(Stage::Projections)?;
+        step.send()
     }
 
     fn queries(&self, step: &mut Step<'_, O>) -> Result<(), TargetError> {
@@ -103,7 +104,7 @@ impl<O: Ops> Mla<O> {
                 step.ops.matmul(q, spare, up, Write::Set)?;
             }
         }
-        step.ops.rope(q, &step.angles, self.dims.nope + self.dims.rope)
+        step.ops.rope(q, &step.half.angles, self.dims.nope + self.dims.rope)
     }
 
     fn keys_values(&self, step: &mut Step<'_, O>) -> Result<(), TargetError> {
@@ -112,7 +113,7 @@ impl<O: Ops> Mla<O> {
         step.ops.rms_norm(spare, latent, &self.latent_norm, self.latent_eps)?;
         step.ops.matmul(kv, spare, &self.expand, Write::Set)?;
         step.ops.matmul(k_pe, normed, &self.k_pe, Write::Set)?;
-        step.ops.rope(k_pe, &step.angles, self.dims.rope)?;
+        step.ops.rope(k_pe, &step.half.angles, self.dims.rope)?;
         step.ops.expand_latent((k, v), kv, k_pe, &self.dims)
     }
 }

@@ -1,7 +1,8 @@
 //! The gated MLP of dense layers, and the shared experts, which have the same form.
 
 use super::load::Loader;
-use super::step::{Input, Stage, Step, Work};
+use super::step::{Input, Stage, Step};
+use super::work::Work;
 use crate::target::error::TargetError;
 use crate::target::ops::{Expert, Ops, Write};
 
@@ -33,7 +34,6 @@ impl<O: Ops> Mlp<O> {
         step.ops.matmul(up, normed, &self.weights.up, Write::Set)?;
         step.ops.silu_mul(gate, up)?;
         step.project(Input::Gate, &self.weights.down)?;
-        step.clock.lap(Stage::Mlp);
-        Ok(())
+        step.ops.lap(Stage::Mlp)
     }
 }
