@@ -44,7 +44,18 @@ fn conversations_become_a_draft_that_both_engines_load() {
     extractor(dir, &["audit", "ds", "--verify", "all"]).expect_code(0);
 
     let fit = ["fit", "--dataset", "ds", "--run-dir", "run", "--held-out", "0.2", "--json"];
-    let short = ["--max-steps", "12", "--lr", "0.003", "--ttt-steps", "3", "--max-tokens", "512"];
+    let short = [
+        "--epochs",
+        "3",
+        "--max-steps",
+        "12",
+        "--lr",
+        "0.003",
+        "--ttt-steps",
+        "3",
+        "--max-tokens",
+        "512",
+    ];
     let report: Value =
         serde_json::from_str(&trainer(dir, &[&fit[..], &short].concat()).expect_code(0).stdout)
             .unwrap();

@@ -48,6 +48,8 @@ pub struct Message {
     pub role: Role,
     /// What is said; text parts are joined.
     pub content: String,
+    /// The content was null, which templates can tell from an empty one.
+    pub content_is_null: bool,
     /// Other keys of the message, passed to the template (`reasoning_content`, `tool_calls`...).
     pub extra: Map<String, Value>,
 }
@@ -55,7 +57,7 @@ pub struct Message {
 impl Message {
     /// A turn without further keys.
     pub fn new(role: Role, content: impl Into<String>) -> Self {
-        Self { role, content: content.into(), extra: Map::new() }
+        Self { role, content: content.into(), content_is_null: false, extra: Map::new() }
     }
 
     /// Whether the turn calls tools, which makes an empty content legitimate.
@@ -140,11 +142,23 @@ impl Chat {
         let Value::Array(turns) = turns else {
             return Err(bad_field(key, "a list of turns", &turns));
         };
-        let messages = turns
-            .into_iter()
-            .enumerate()
-            .map(|(index, turn)| parse_message(index, turn))
-            .collect::<Result<Vec<_>, _>>()?;
+        let turns = turns.into_iter().enumerate().map(|(index, turn)| parse_message(index, turn));
+        let mut messages = turns.collect::<Result<Vec<_>, _>>()?;
+        // Some sets keep the instructions beside the turns; dropping them would go unnoticed.
+        match row.remove("system") {
+            None | Some(Value::Null) => {}
+            Some(Value::String(text)) if text.trim().is_empty() => {}
+            Some(Value::String(text)) if messages.iter().all(|turn| turn.role != Role::System) => {
+                messages.insert(0, Message::new(Role::System, text));
+            }
+            Some(Value::String(_)) => {
+                return Err(Fault::new(
+                    RejectReason::BadField,
+                    "`system` stands beside the turns and among them: only one can be meant",
+                ));
+            }
+            Some(other) => return Err(bad_field("system", "a string", &other)),
+        }
         let truncated = match row.get("truncated") {
             None | Some(Value::Null) => false,
             Some(Value::Bool(truncated)) => *truncated,
@@ -242,8 +256,9 @@ fn parse_message(index: usize, turn: Value) -> Result<Message, Fault> {
             ));
         }
     };
+    let content_is_null = content.is_null();
     let content = join_content(index, content)?;
-    Ok(Message { role, content, extra: turn })
+    Ok(Message { role, content, content_is_null, extra: turn })
 }
 
 fn join_content(index: usize, content: Value) -> Result<String, Fault> {
@@ -267,7 +282,7 @@ fn join_content(index: usize, content: Value) -> Result<String, Fault> {
                         return Err(Fault::new(
                             RejectReason::UnsupportedContent,
                             format!(
-                                "turn {index} has a part of type {:?}: only text parts are understood",
+                                "turn {index} has a part of type {:?}: only text is understood",
                                 kind.map_or("(none)".into(), clip)
                             ),
                         ));

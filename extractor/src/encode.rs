@@ -1,6 +1,7 @@
 //! A conversation becomes token ids and a loss mask: the assistant's own tokens and their end
 //! marker are trained, found from the boundaries of the rendering. Knows nothing of batches.
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::path::Path;
 
@@ -13,7 +14,7 @@ use crate::conversation::{Body, Chat, Conversation, Role};
 use crate::layout::{Layout, Layouter};
 use crate::reject::{Fault, Reject, RejectReason};
 use crate::template::{ChatTemplate, TemplateError};
-use crate::tokenizer::{SpecialText, Token, Tokenizer, TokenizerError};
+use crate::tokenizer::{SpecialText, Token, Tokenizer, TokenizerConfig, TokenizerError, stop_ids};
 
 /// What happens to a sample with more than `max_tokens`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -115,6 +116,7 @@ pub struct Encoded {
 pub struct Encoder {
     tokenizer: Tokenizer,
     template: Option<ChatTemplate>,
+    stop_ids: BTreeSet<u32>,
     options: EncodeOptions,
 }
 
@@ -122,7 +124,11 @@ impl Encoder {
     /// Reads tokenizer and template from a model directory. A model without a chat template can
     /// still encode `text` and tokenised rows.
     pub fn load(dir: &Path, options: EncodeOptions) -> Result<Self, EncoderError> {
-        Self::new(Tokenizer::load(dir)?, ChatTemplate::load(dir)?, options)
+        let mut encoder = Self::new(Tokenizer::load(dir)?, ChatTemplate::load(dir)?, options)?;
+        let eos = TokenizerConfig::load(dir)?.named_tokens().remove("eos_token");
+        let eos = eos.and_then(|name| encoder.tokenizer.special_id(&name));
+        encoder.stop_ids = stop_ids(dir)?.into_iter().chain(eos).collect();
+        Ok(encoder)
     }
 
     /// Joins the parts, checking that they fit one another.
@@ -141,12 +147,18 @@ impl Encoder {
         if let Some(template) = &mut template {
             template.set_variables(&options.chat_template_kwargs);
         }
-        Ok(Self { tokenizer, template, options })
+        Ok(Self { tokenizer, template, stop_ids: BTreeSet::new(), options })
     }
 
     /// The tokenizer.
     pub fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer
+    }
+
+    /// Ids that end a turn: `eos_token_id` of generation_config.json and config.json, `eos_token`
+    /// of tokenizer_config.json.
+    pub fn stop_ids(&self) -> &BTreeSet<u32> {
+        &self.stop_ids
     }
 
     /// The options it was made with.
@@ -202,7 +214,8 @@ impl Encoder {
             )
         })?;
         let answer_specials = &self.options.answer_specials;
-        Ok(Layouter { template, tokenizer: &self.tokenizer, answer_specials })
+        let (tokenizer, stop_ids) = (&self.tokenizer, &self.stop_ids);
+        Ok(Layouter { template, tokenizer, answer_specials, stop_ids })
     }
 
     fn encode_chat(&self, chat: &Chat) -> Result<(Vec<u32>, Vec<u8>, bool), Fault> {

@@ -77,6 +77,8 @@ impl PromptsError {
 pub struct Prompts {
     waiting: VecDeque<PathBuf>,
     open: Option<OpenFile>,
+    bytes_read: u64,
+    bytes_total: u64,
 }
 
 #[derive(Debug)]
@@ -84,6 +86,7 @@ struct OpenFile {
     path: Arc<Path>,
     reader: BufReader<File>,
     lines_read: u64,
+    bytes_read: u64,
     yielded: bool,
 }
 
@@ -94,12 +97,23 @@ impl Prompts {
         if paths.is_empty() {
             return Err(PromptsError::NoFiles);
         }
+        let mut bytes_total = 0;
         for path in paths {
-            if open_regular(path)?.metadata().is_ok_and(|meta| meta.len() == 0) {
+            let error = |source| PromptsError::Open { path: path.clone(), source };
+            let bytes = open_regular(path)?.metadata().map_err(error)?.len();
+            if bytes == 0 {
                 return Err(PromptsError::Empty(path.clone()));
             }
+            bytes_total += bytes;
         }
-        Ok(Self { waiting: paths.iter().cloned().collect(), open: None })
+        let waiting = paths.iter().cloned().collect();
+        Ok(Self { waiting, open: None, bytes_read: 0, bytes_total })
+    }
+
+    /// Bytes read so far and bytes of all files, for a progress bar.
+    pub fn progress(&self) -> (u64, u64) {
+        let current = self.open.as_ref().map_or(0, |file| file.bytes_read);
+        (self.bytes_read + current, self.bytes_total)
     }
 
     fn next_line(&mut self) -> Result<Option<Line>, PromptsError> {
@@ -110,6 +124,7 @@ impl Prompts {
                     reader: BufReader::with_capacity(1 << 18, open_regular(&path)?),
                     path: path.into(),
                     lines_read: 0,
+                    bytes_read: 0,
                     yielded: false,
                 });
                 continue;
@@ -120,6 +135,7 @@ impl Prompts {
             if !file.yielded {
                 return Err(PromptsError::Empty(file.path.to_path_buf()));
             }
+            self.bytes_read += file.bytes_read;
             self.open = None;
         }
     }
@@ -157,6 +173,7 @@ impl OpenFile {
             })?;
             let Some(mut raw) = raw else { return Ok(None) };
             self.lines_read += 1;
+            self.bytes_read += raw.consumed;
             if self.lines_read == 1 {
                 raw.drop_bom();
             }
@@ -178,11 +195,13 @@ impl OpenFile {
 struct RawLine {
     bytes: Vec<u8>,
     length: usize,
+    /// Bytes taken from the file, line end included.
+    consumed: u64,
     overlong: Option<blake3::Hasher>,
 }
 
 fn read_raw_line(reader: &mut impl BufRead) -> io::Result<Option<RawLine>> {
-    let mut line = RawLine { bytes: Vec::new(), length: 0, overlong: None };
+    let mut line = RawLine { bytes: Vec::new(), length: 0, consumed: 0, overlong: None };
     loop {
         let available = match reader.fill_buf() {
             Ok(available) => available,
@@ -195,7 +214,9 @@ fn read_raw_line(reader: &mut impl BufRead) -> io::Result<Option<RawLine>> {
         let end = available.iter().position(|&byte| byte == b'\n');
         let taken = end.unwrap_or(available.len());
         line.push(available.get(..taken).unwrap_or_default());
-        reader.consume(taken + usize::from(end.is_some()));
+        let consumed = taken + usize::from(end.is_some());
+        line.consumed += consumed as u64;
+        reader.consume(consumed);
         if end.is_some() {
             // A lone "\n" is a line too: it counts, and is blank.
             line.trim_carriage_return();

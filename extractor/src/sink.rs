@@ -18,7 +18,7 @@ use crate::capture::{Capture, LayerCapture};
 #[derive(Debug, Error)]
 pub enum SinkError {
     /// The states do not satisfy the contract.
-    #[error("batch {batch}: {source}")]
+    #[error("batch {batch}")]
     Contract {
         /// Number of the batch in this run.
         batch: u64,

@@ -160,22 +160,115 @@ fn special_text_stays_text_in_every_template_that_places_contents() {
 fn templates_that_rewrite_earlier_turns_are_rejected_not_guessed() {
     let source = "{%- for message in messages -%}{{ message.role }}{{ messages | length }}: \
                   {{ message.content | upper }}<|im_end|>{%- endfor -%}";
-    let tokenizer = Tokenizer::load(&nano_kimi_dir()).unwrap();
-    let encoder =
-        Encoder::new(tokenizer, Some(template(source)), EncodeOptions::default()).unwrap();
+    let encoder = with_template(source, EncodeOptions::default());
     let turns = chat(&json!([
         {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
     ]));
     assert_eq!(encode(&encoder, turns).unwrap_err().reason, RejectReason::BoundaryUnclear);
 }
 
+fn with_template(source: &str, options: EncodeOptions) -> Encoder {
+    let tokenizer = Tokenizer::load(&nano_kimi_dir()).unwrap();
+    Encoder::new(tokenizer, Some(template(source)), options).unwrap()
+}
+
+/// The prompt opens a think tag that history leaves out, as QwQ's does.
+const OPENS_THINK: &str = "{%- for m in messages -%}<|im_user|>{{ m.role }}\n\
+    {% if m.role == 'assistant' and m.content is none %}(calls)\
+    {% elif m.content %}{{ m.content | replace('~', '') }}{% else %}(nothing){% endif %}\
+    <|im_end|>\n{% endfor -%}\
+    {%- if add_generation_prompt %}<|im_user|>assistant\n<think>\n{% endif -%}";
+
+#[test]
+fn history_may_keep_a_part_of_the_prompt_or_bring_it_in_the_content() {
+    let answer_specials = vec!["<think>".to_owned(), "</think>".to_owned()];
+    let encoder =
+        with_template(OPENS_THINK, EncodeOptions { answer_specials, ..Default::default() });
+    let trained = |content: &str| {
+        let chat = chat(&json!([
+            {"role": "user", "content": "a"}, {"role": "assistant", "content": content},
+        ]));
+        trained_text(&encoder, &encode(&encoder, chat).unwrap())
+    };
+    assert_eq!(trained("Yes."), ["Yes.<|im_end|>"]);
+    assert_eq!(trained("<think>\nx\n</think>\n\nYes."), ["x\n</think>\n\nYes.<|im_end|>"]);
+    assert_eq!(trained("<b>"), ["<b><|im_end|>"]);
+    // The filter takes the tilde out, so marks do not help; prefixes do.
+    assert_eq!(trained("Y~es."), ["Yes.<|im_end|>"]);
+    assert_eq!(trained("<~b>"), ["<b><|im_end|>"]);
+}
+
+#[test]
+fn templates_can_tell_null_from_empty() {
+    let encoder = with_template(OPENS_THINK, EncodeOptions::default());
+    for (content, wanted) in
+        [(json!(null), "(calls)<|im_end|>"), (json!(""), "(nothing)<|im_end|>")]
+    {
+        let calls = json!([
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": content, "tool_calls": [{"id": "1"}]},
+        ]);
+        let encoded = encode(&encoder, chat(&calls)).unwrap();
+        assert_eq!(trained_text(&encoder, &encoded), [wanted]);
+    }
+}
+
+#[test]
+fn the_end_marker_is_the_token_that_stops_generation() {
+    let dir = tempfile::tempdir().unwrap();
+    for name in ["tiktoken.model", "tokenizer_config.json"] {
+        std::fs::copy(nano_kimi_dir().join(name), dir.path().join(name)).unwrap();
+    }
+    // The next turn's header follows at once, whether asked for or not.
+    let source = "{%- for m in messages -%}{{ m.role }}<|im_middle|>{{ m.content }}<|im_end|>\
+                  <|im_user|>{%- endfor -%}";
+    std::fs::write(dir.path().join("chat_template.jinja"), source).unwrap();
+    let turns = json!([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]);
+    for (config, wanted) in [
+        (json!({"eos_token_id": [3842, 3841]}), "assistant<|im_middle|>b<|im_end|>"),
+        (json!({"eos_token_id": 3842}), "assistant<|im_middle|>b<|im_end|>"),
+        (json!({}), "assistant<|im_middle|>b<|im_end|><|im_user|>"),
+    ] {
+        std::fs::write(dir.path().join("generation_config.json"), config.to_string()).unwrap();
+        let encoder = Encoder::load(dir.path(), EncodeOptions::default()).unwrap();
+        let encoded = encode(&encoder, chat(&turns)).unwrap();
+        assert_eq!(trained_text(&encoder, &encoded), [wanted]);
+    }
+}
+
+#[test]
+fn tokenizer_json_models_keep_boundaries_and_text_apart_too() {
+    let dir = support::repository().join("tests/fixtures/stories260k");
+    let source = "{{ bos_token }}{% for m in messages %}{{ m.role }}:\n{{ m.content }}\
+                  {{ eos_token }}{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}";
+    let tokens =
+        BTreeMap::from([("bos_token".into(), "<s>".into()), ("eos_token".into(), "</s>".into())]);
+    let template = ChatTemplate::new(source.into(), &tokens).unwrap();
+    let tokenizer = Tokenizer::load(&dir).unwrap();
+    let encoder = Encoder::new(tokenizer, Some(template), EncodeOptions::default()).unwrap();
+    for (question, answer) in [
+        ("Tell me a story.", "Once upon a time there was a cat."),
+        ("Say </s> and <s>.", "It is </s>, 你好."),
+    ] {
+        let chat = chat(&json!([
+            {"role": "user", "content": question}, {"role": "assistant", "content": answer},
+        ]));
+        let encoded = encode(&encoder, chat).unwrap();
+        let (ids, mask) = (encoded.sample.input_ids(), encoded.sample.loss_mask());
+        let count = |id| ids.iter().filter(|&&other| other == id).count();
+        assert_eq!((count(1), count(2)), (1, 2), "{question}");
+        assert_eq!((ids.first(), ids.last(), mask.last()), (Some(&1), Some(&2), Some(&1)));
+        let trained = trained_text(&encoder, &encoded);
+        assert_eq!(trained.len(), 1);
+        assert_eq!(trained[0].trim_start(), format!("{answer}</s>"));
+    }
+}
+
 #[test]
 fn a_template_that_drops_the_prompt_gives_a_reject_not_an_all_ones_mask() {
     let source = "{%- for message in messages if message.role == 'assistant' -%}\
                   {{ message.content }}<|im_end|>{%- endfor -%}";
-    let tokenizer = Tokenizer::load(&nano_kimi_dir()).unwrap();
-    let encoder =
-        Encoder::new(tokenizer, Some(template(source)), EncodeOptions::default()).unwrap();
+    let encoder = with_template(source, EncodeOptions::default());
     let turns = chat(&json!([
         {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
     ]));

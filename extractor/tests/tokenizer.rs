@@ -135,3 +135,27 @@ fn hostile_tokenizer_files_are_errors() {
     let error = Tokenizer::load(dir.path()).unwrap_err();
     assert!(error.to_string().contains("67108865 bytes"), "{error}");
 }
+
+#[test]
+fn monotonous_text_neither_fails_nor_loses_anything() {
+    let tokenizer = nano_kimi();
+    let units = ["a", "A", "ʰ", "\u{301}", " ", "\n", " \n", "1", "你", "'s", "-", "\u{85}", "aʰ"];
+    for unit in units {
+        let text = unit.repeat(60_000 / unit.len());
+        let ids = tokenizer.encode(&text, SpecialText::Ordinary).unwrap();
+        assert_eq!(tokenizer.decode_lossy(&ids).unwrap(), text, "{unit:?}");
+    }
+}
+
+proptest::proptest! {
+    #[test]
+    fn any_text_comes_back_in_both_modes(
+        text in "(\\PC|\\s|<\\|im_end\\|>|<think>|[ \\n]{2,9}|[a-z]{3,9}){0,30}",
+    ) {
+        static TOKENIZER: std::sync::LazyLock<Tokenizer> = std::sync::LazyLock::new(nano_kimi);
+        for mode in [SpecialText::Allowed, SpecialText::Ordinary] {
+            let ids = TOKENIZER.encode(&text, mode).unwrap();
+            proptest::prop_assert_eq!(TOKENIZER.decode_lossy(&ids).unwrap(), text.clone());
+        }
+    }
+}

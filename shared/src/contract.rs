@@ -278,7 +278,10 @@ pub enum ContractError {
         got: StateDtype,
     },
     /// A shape that its own values do not fill.
-    #[error("layer {layer}: shape {shape:?} needs {} values, got {got}", shape.iter().product::<usize>())]
+    #[error(
+        "layer {layer}: shape {shape:?} needs {} values, got {got}",
+        shape.iter().product::<usize>()
+    )]
     Values {
         /// The layer concerned.
         layer: LayerIndex,

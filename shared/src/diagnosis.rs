@@ -130,7 +130,10 @@ const ROWS: &str = "one layer's rows were taken for layers";
 fn whole_batch(layers: usize, count: usize, batch: &[usize]) -> Option<String> {
     let samples = batch.len();
     (samples > 1 && count == layers * samples).then(|| {
-        format!("{count} is {layers} layers x {samples} samples: the whole batch was taken for one sample")
+        format!(
+            "{count} is {layers} layers x {samples} samples: the whole batch was taken for one \
+             sample"
+        )
     })
 }
 

@@ -12,7 +12,7 @@ use crate::files::{Files, ProductFile, RealFiles};
 
 /// A disk operation that did not succeed: which one, on which path.
 #[derive(Debug, Error)]
-#[error("{operation} {}: {source}{}", path.display(), hint(source))]
+#[error("{operation} {}{}", path.display(), hint(source))]
 pub struct DurableError {
     /// What was being done.
     pub operation: &'static str,
@@ -26,7 +26,7 @@ pub struct DurableError {
 fn hint(source: &io::Error) -> &'static str {
     match source.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
-            "; make room and start again: what is committed is kept"
+            " (make room and start again: what is committed is kept)"
         }
         _ => "",
     }

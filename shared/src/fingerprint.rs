@@ -8,7 +8,8 @@ use serde::{Deserialize, Serialize};
 use crate::digest::Digest;
 
 /// Named values that must be equal for two runs to write into one data set: target revision and
-/// weights digest, quantisation, tokenizer and template digests, layers, dtype, limits, code version.
+/// weights digest, quantisation, tokenizer and template digests, layers, dtype, limits and code
+/// version.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Fingerprint {

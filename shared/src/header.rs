@@ -208,7 +208,7 @@ pub enum HeaderError {
         reason: String,
     },
     /// Reading did not succeed.
-    #[error("reading the header: {0}")]
+    #[error("reading the header")]
     Io(#[from] io::Error),
 }
 

@@ -33,7 +33,7 @@ pub use durable::{DatasetDir, DurableError};
 pub use fingerprint::{FieldChange, Fingerprint};
 pub use foreign::{ForeignReport, ForeignTensor, audit_foreign};
 pub use header::{HeaderLimits, ShardHeader};
-pub use manifest::{Manifest, ManifestError, SourceOutcome, SourceRecord, SourceRow};
+pub use manifest::{Conservation, Manifest, ManifestError, SourceOutcome, SourceRecord, SourceRow};
 pub use sample::{SampleError, SampleId, TokenSample};
 pub use shard::{
     SealedShard, ShardEntry, ShardError, ShardId, ShardReader, ShardWriter, TensorRecord,

@@ -72,6 +72,25 @@ fn leftovers_are_noticed_and_strangers_are_not_removed() {
 }
 
 #[test]
+fn one_sample_in_two_shards_is_noticed() {
+    let dir = tempdir();
+    let spec = two_shards(dir.path());
+    let extra = captured(&spec, 9, 999);
+    let both = [samples(&spec, 1).remove(0), extra];
+    let manifest = Manifest::open_for_write(dir.path(), &fingerprint(), &spec).unwrap();
+    manifest.register_input("prompts.jsonl", 6, 10, &Digest::of(b"input")).unwrap();
+    let mut sealed = seal(dir.path(), ShardId(2), &spec, &both);
+    // A writer that forgets what it wrote.
+    sealed.entries.remove(0);
+    manifest.commit_shard(&sealed, &committed(&both[1..], 6)).unwrap();
+    let report = audit(dir.path(), Verify::Sample).unwrap();
+    let found: Vec<FindingKind> = report.findings.iter().map(|finding| finding.kind).collect();
+    assert_eq!(found, [FindingKind::SampleUnknown, FindingKind::SampleTwice]);
+    assert!(report.findings[1].detail.contains("shard-000000"));
+    assert_eq!(report.findings[1].samples, [both[0].sample().id()]);
+}
+
+#[test]
 fn changed_rows_are_noticed() {
     for (sql, kind) in [
         ("UPDATE sample SET tokens = tokens + 1 WHERE shard = 0", FindingKind::RowsDiffer),

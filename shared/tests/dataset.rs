@@ -99,7 +99,7 @@ fn a_sample_cannot_be_committed_twice() {
     assert_eq!(manifest.next_shard_id().unwrap(), ShardId(1));
     let sealed = seal(dir.path(), ShardId(1), &spec, &samples[..1]);
     let error = manifest.commit_shard(&sealed, &committed(&samples[..1], 10)).unwrap_err();
-    assert!(error.to_string().contains("UNIQUE"), "{error}");
+    assert!(words(&error).contains("UNIQUE"), "{error}");
     assert_eq!(manifest.shards().unwrap().len(), 1, "the transaction left something behind");
     drop(manifest);
     // The sealed file has no rows: the next writer removes it.
@@ -198,6 +198,8 @@ fn runs_and_queries_are_recorded() {
     assert_eq!(runs.rows[0][rate], Cell::Real(20.0));
     assert!(manifest.query("DELETE FROM run").is_err());
     assert!(manifest.query("WITH x AS (SELECT 1) DELETE FROM run").is_err());
+    let error = manifest.query("SELECT x FROM nowhere").unwrap_err();
+    assert_eq!((error.exit_code(), words(&error).matches("nowhere").count()), (78, 1));
     let count = manifest.query("SELECT count(*) AS n FROM run").unwrap();
     assert_eq!((count.columns[0].as_str(), &count.rows[0][0]), ("n", &Cell::Integer(1)));
     assert!(matches!(manifest.begin_run(&start), Err(ManifestError::ReadOnly)));

@@ -4,129 +4,30 @@
 
 mod support;
 
-use std::ffi::OsString;
-use std::fs::{self, File};
-use std::io::{self, Write};
-use std::path::Path;
+use std::fs;
+use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use shared::files::{Files, ProductFile, RealFiles};
+use shared::files::{Files, RealFiles};
 use shared::*;
+use support::stepped::SteppedFiles;
 use support::*;
-
-/// Counts operations and fails the k-th, or it and all after it.
-#[derive(Clone, Debug)]
-struct FailingFiles {
-    done: Arc<AtomicUsize>,
-    fail_at: usize,
-    for_ever: bool,
-    log: Arc<Mutex<Vec<&'static str>>>,
-}
-
-impl FailingFiles {
-    fn new(fail_at: usize, for_ever: bool) -> Self {
-        Self { done: Arc::default(), fail_at, for_ever, log: Arc::default() }
-    }
-
-    fn step(&self, name: &'static str) -> io::Result<()> {
-        self.log.lock().unwrap().push(name);
-        let step = self.done.fetch_add(1, Ordering::Relaxed) + 1;
-        match step == self.fail_at || (self.for_ever && step > self.fail_at) {
-            true => Err(io::Error::from_raw_os_error(5)),
-            false => Ok(()),
-        }
-    }
-}
-
-struct FailingFile(Box<dyn ProductFile>, FailingFiles);
-
-impl Write for FailingFile {
-    fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
-        self.1.step("write")?;
-        // Short writes are no errors.
-        self.0.write(&buffer[..buffer.len().min(700)])
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        self.0.flush()
-    }
-}
-
-impl ProductFile for FailingFile {
-    fn sync(&mut self) -> io::Result<()> {
-        self.1.step("sync")?;
-        self.0.sync()
-    }
-}
-
-impl Files for FailingFiles {
-    fn create_new(&self, path: &Path) -> io::Result<Box<dyn ProductFile>> {
-        self.step("create_new")?;
-        Ok(Box::new(FailingFile(RealFiles.create_new(path)?, self.clone())))
-    }
-    fn open_read(&self, path: &Path) -> io::Result<File> {
-        self.step("open_read")?;
-        RealFiles.open_read(path)
-    }
-    fn publish(&self, from: &Path, to: &Path) -> io::Result<()> {
-        self.step("publish")?;
-        RealFiles.publish(from, to)
-    }
-    fn replace(&self, from: &Path, to: &Path) -> io::Result<()> {
-        self.step("replace")?;
-        RealFiles.replace(from, to)
-    }
-    fn sync_dir(&self, path: &Path) -> io::Result<()> {
-        self.step("sync_dir")?;
-        RealFiles.sync_dir(path)
-    }
-    fn create_dir(&self, path: &Path) -> io::Result<()> {
-        self.step("create_dir")?;
-        RealFiles.create_dir(path)
-    }
-    fn remove_file(&self, path: &Path) -> io::Result<()> {
-        self.step("remove_file")?;
-        RealFiles.remove_file(path)
-    }
-    fn remove_dir(&self, path: &Path) -> io::Result<()> {
-        self.step("remove_dir")?;
-        RealFiles.remove_dir(path)
-    }
-    fn list(&self, path: &Path) -> io::Result<Vec<OsString>> {
-        self.step("list")?;
-        RealFiles.list(path)
-    }
-    fn free_bytes(&self, path: &Path) -> io::Result<u64> {
-        self.step("free_bytes")?;
-        RealFiles.free_bytes(path)
-    }
-}
-
-/// What a run does: commits the samples that are missing, two to a shard.
-fn run(dir: &DatasetDir, samples: &[CapturedSample]) -> Result<(), Box<dyn std::error::Error>> {
-    let spec = spec(StateDtype::Bf16);
-    let manifest = Manifest::open_for_write_in(dir, &fingerprint(), &spec)?;
-    manifest.register_input("prompts.jsonl", samples.len() as u64, 9, &Digest::of(b"i"))?;
-    let done = manifest.committed_samples()?;
-    let sources = committed(samples, 1);
-    let missing: Vec<usize> =
-        (0..samples.len()).filter(|&i| !done.contains(&samples[i].sample().id())).collect();
-    for pair in missing.chunks(2) {
-        let digest = manifest.fingerprint().digest();
-        let mut writer = ShardWriter::create(dir, manifest.next_shard_id()?, &spec, &digest)?;
-        for &index in pair {
-            writer.push(&samples[index])?;
-        }
-        let records: Vec<SourceRecord> = pair.iter().map(|&i| sources[i].clone()).collect();
-        manifest.commit_shard(&writer.seal()?, &records)?;
-    }
-    Ok(())
-}
 
 fn exit_code(error: &(dyn std::error::Error + 'static)) -> u8 {
     let manifest = error.downcast_ref::<ManifestError>().map(ManifestError::exit_code);
     manifest.or(error.downcast_ref::<ShardError>().map(ShardError::exit_code)).unwrap()
+}
+
+/// Counts operations and fails the one numbered `fail_at`, or it and all after it.
+fn failing(done: Arc<AtomicUsize>, fail_at: usize, for_ever: bool) -> SteppedFiles {
+    SteppedFiles::new(move |_| {
+        let step = done.fetch_add(1, Ordering::Relaxed) + 1;
+        match step == fail_at || (for_ever && step > fail_at) {
+            true => Err(io::Error::from_raw_os_error(5)),
+            false => Ok(()),
+        }
+    })
 }
 
 /// Fails operation 1, 2, 3 ... of a run until one passes untouched; returns their number.
@@ -136,8 +37,8 @@ fn fail_each(for_ever: bool) -> usize {
     for fail_at in 1.. {
         let home = tempdir();
         let root = home.path().join("data");
-        let files = FailingFiles::new(fail_at, for_ever);
-        let done = files.done.clone();
+        let done = Arc::new(AtomicUsize::new(0));
+        let files = failing(done.clone(), fail_at, for_ever);
         let outcome = run(&DatasetDir::with_files(&root, Arc::new(files)), &samples);
         if done.load(Ordering::Relaxed) < fail_at {
             outcome.unwrap();
@@ -180,13 +81,18 @@ fn each_operation_fails_for_ever() {
 fn a_shard_is_synced_then_named_then_its_directory_synced() {
     let dir = tempdir();
     fs::create_dir(dir.path().join("shards")).unwrap();
-    let files = FailingFiles::new(usize::MAX, false);
-    let home = DatasetDir::with_files(dir.path(), Arc::new(files.clone()));
+    let log = Arc::new(Mutex::new(Vec::new()));
+    let seen = log.clone();
+    let files = SteppedFiles::new(move |name| {
+        seen.lock().unwrap().push(name);
+        Ok(())
+    });
+    let home = DatasetDir::with_files(dir.path(), Arc::new(files));
     let spec = spec(StateDtype::Bf16);
     let mut writer = ShardWriter::create(&home, ShardId(0), &spec, &Digest([0; 32])).unwrap();
     writer.push(&captured(&spec, 3, 1)).unwrap();
     writer.seal().unwrap();
-    let mut log = files.log.lock().unwrap().clone();
+    let mut log = log.lock().unwrap().clone();
     log.dedup();
     assert_eq!(log, ["create_new", "write", "sync", "publish", "sync_dir"]);
 }

@@ -29,7 +29,10 @@ fn look(tensors: &[Tensor]) -> ForeignReport {
     let dir = support::tempdir();
     let path = dir.path().join("hs_0.safetensors");
     std::fs::write(&path, bytes).unwrap();
-    audit_foreign(&path).unwrap()
+    // By way of a link, as in a model cache.
+    let link = dir.path().join("link.safetensors");
+    std::os::unix::fs::symlink(&path, &link).unwrap();
+    audit_foreign(&link).unwrap()
 }
 
 fn only_fault(tensors: &[Tensor], part: &str) {

@@ -71,7 +71,12 @@ fn duplicate_keys_are_refused() {
 fn offsets_must_tile_the_file() {
     let two = |a: &str, b: &str| {
         format!(
-            r#"{{"a":{{"dtype":"U8","shape":[2],"data_offsets":{a}}},"b":{{"dtype":"U8","shape":[2],"data_offsets":{b}}}}}"#
+            concat!(
+                r#"{{"a":{{"dtype":"U8","shape":[2],"data_offsets":{a}}},"#,
+                r#""b":{{"dtype":"U8","shape":[2],"data_offsets":{b}}}}}"#
+            ),
+            a = a,
+            b = b
         )
     };
     assert!(read(&file(&two("[0,2]", "[2,4]"), 4)).is_ok());
@@ -154,7 +159,12 @@ fn links_devices_fifos_and_directories_are_not_opened() {
     assert!(made.success());
     let link = dir.path().join("link");
     std::os::unix::fs::symlink("/dev/zero", &link).unwrap();
-    for path in [fifo.as_path(), &link, dir.path(), "/dev/zero".as_ref()] {
+    let spec = support::spec(StateDtype::Bf16);
+    fs::create_dir(dir.path().join("shards")).unwrap();
+    let sealed = support::seal(dir.path(), ShardId(0), &spec, &support::samples(&spec, 1));
+    let sound = dir.path().join("sound");
+    std::os::unix::fs::symlink(dir.path().join("shards").join(sealed.file), &sound).unwrap();
+    for path in [fifo.as_path(), &link, &sound, dir.path(), "/dev/zero".as_ref()] {
         let error = ShardReader::open(path, &HeaderLimits::SHARD).unwrap_err();
         assert_eq!(error.exit_code(), 74, "{error}");
     }
@@ -180,6 +190,9 @@ fn other_sets_of_tensors_are_refused() {
         ("\"pre_norm\":\"true\"", "\"pre_norm\":\"fals\"", "after the final norm"),
         ("\"format_version\":\"1\"", "\"format_version\":\"2\"", "format version 2"),
         ("F8_E4M3", "F8_E5M2", "F8_E4M3 is expected"),
+        ("\"dtype\":\"U8\"", "\"dtype\":\"I8\"", "loss_mask is I8, U8 is expected"),
+        ("\"dtype\":\"U32\"", "\"dtype\":\"I32\"", "input_ids is I32, U32 is expected"),
+        ("\"dtype\":\"F32\"", "\"dtype\":\"I32\"", "scale is I32, F32 is expected"),
     ] {
         assert!(header.contains(from), "{from}");
         let mut bytes = whole[..8].to_vec();
@@ -215,7 +228,10 @@ proptest! {
         at in 0usize..100,
         with in "[0-9{}\\[\\]\",:a-zA-Z.-]{0,3}",
     ) {
-        let header = r#"{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"b":{"dtype":"F32","shape":[1],"data_offsets":[2,6]}}"#;
+        let header = concat!(
+            r#"{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"#,
+            r#""b":{"dtype":"F32","shape":[1],"data_offsets":[2,6]}}"#
+        );
         let mut text = header.to_owned();
         text.replace_range(at..at + 1, &with);
         if let Ok(header) = read(&file(&text, 6)) {

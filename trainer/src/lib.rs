@@ -1,1 +1,37 @@
-//! placeholder
+//! Trains EAGLE-3 drafts on captured hidden states, measures their acceptance and exports them:
+//! data set -> loader -> training-time test -> checkpoint -> acceptance, export. The data set is
+//! known through the `shared` crate only.
+
+pub mod acceptance;
+pub mod batch;
+pub mod checkpoint;
+pub mod collate;
+pub mod config;
+pub mod dataset;
+pub mod decode;
+pub mod draft;
+pub mod export;
+pub mod fit;
+pub mod golden;
+pub mod live;
+pub mod loader;
+pub mod losses;
+pub mod masks;
+pub mod metrics;
+pub mod ops;
+pub mod optimizer;
+mod plan;
+pub mod run_log;
+pub mod schedule;
+pub mod target;
+pub mod tensors;
+pub mod trained;
+pub mod ttt;
+mod unroll;
+pub mod vocab;
+
+pub use batch::{BatchTokens, FrozenTarget, TargetWeights, TrainBatch};
+pub use draft::{DraftConfig, DraftVocabulary, Eagle3Draft, Param};
+pub use metrics::TttMetrics;
+pub use ops::DraftOps;
+pub use ttt::{TttOptions, TttOutput, ttt_step};

@@ -1,14 +1,14 @@
 //! `extractor inspect`: what a shard, one sample, or another tool's safetensors file holds.
 
-use std::io::{BufReader, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
-use shared::files::{Files, RealFiles};
 use shared::manifest::{Cell, Table};
+use shared::shard::read_header;
 use shared::{
-    ForeignReport, HeaderLimits, Manifest, SampleId, ShardEntry, ShardHeader, ShardReader,
-    TensorRecord, audit_foreign,
+    ForeignReport, HeaderLimits, Manifest, SampleId, ShardEntry, ShardReader, TensorRecord,
+    audit_foreign,
 };
 
 use super::query::print_aligned;
@@ -34,11 +34,13 @@ pub(crate) fn run(args: &InspectArgs, out: &mut dyn Write) -> anyhow::Result<boo
         };
         return sample(&args.path, id, args.json, out);
     }
-    let header = header(&args.path)?;
+    let doing = || format!("opening {}", args.path.display());
+    let path = args.path.canonicalize().with_context(doing)?;
+    let header = read_header(&path, &HeaderLimits::FOREIGN)?;
     if header.metadata.get("format").is_none_or(|format| format != "aerie") {
-        return foreign(&args.path, args.json, out);
+        return foreign(&path, args.json, out);
     }
-    let reader = ShardReader::open(&args.path, &HeaderLimits::SHARD)?;
+    let reader = ShardReader::open(&path, &HeaderLimits::SHARD)?;
     if !args.json {
         for (name, value) in &header.metadata {
             writeln!(out, "{name} = {value}")?;
@@ -48,13 +50,6 @@ pub(crate) fn run(args: &InspectArgs, out: &mut dyn Write) -> anyhow::Result<boo
     let entries: Vec<ShardEntry> =
         ids.into_iter().map(|id| reader.describe(id)).collect::<Result<_, _>>()?;
     tensors(entries.iter().flat_map(|entry| &entry.tensors), args.json, out)
-}
-
-fn header(path: &Path) -> anyhow::Result<ShardHeader> {
-    let doing = || format!("reading {}", path.display());
-    let file = RealFiles.open_read(path).with_context(doing)?;
-    let bytes = file.metadata().with_context(doing)?.len();
-    ShardHeader::read(BufReader::new(file), bytes, &HeaderLimits::FOREIGN).with_context(doing)
 }
 
 fn sample(dir: &Path, id: SampleId, json: bool, out: &mut dyn Write) -> anyhow::Result<bool> {

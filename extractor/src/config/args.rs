@@ -126,7 +126,8 @@ struct Flags {
           value_delimiter = ',')]
     answer_specials: Option<Vec<String>>,
     /// [data] Variables for the chat template, a JSON object.
-    #[arg(long, env = "AERIE_CHAT_TEMPLATE_KWARGS", value_name = "JSON", value_parser = json_object)]
+    #[arg(long, env = "AERIE_CHAT_TEMPLATE_KWARGS", value_name = "JSON",
+          value_parser = json_object)]
     chat_template_kwargs: Option<JsonObject>,
 
     /// [capture] default, eagle3, or layers like 2,30,58,60.

@@ -20,11 +20,16 @@ pub(super) struct Mark {
     pub(super) end: usize,
 }
 
-/// A rendering of marked messages.
-pub(super) struct Rendering {
+/// A marked rendering and the plain one, place for place.
+pub(super) struct Matched<'a> {
+    pub(super) marked: &'a Marked,
+    pub(super) plain: &'a str,
+    /// The marked rendering.
     pub(super) text: String,
-    /// Left to right.
+    /// Marks of `text`, left to right.
     pub(super) marks: Vec<Mark>,
+    /// For each mark, where its content stands in `plain`.
+    pub(super) places: Vec<Range<usize>>,
 }
 
 /// The chat with every content replaced by a mark.
@@ -94,12 +99,8 @@ impl Marked {
 
     /// Where each mark's content stands in the plain rendering. `None` when that is not the marked
     /// one with contents, whole or trimmed, put in.
-    pub(super) fn match_plain(
-        &self,
-        rendering: &Rendering,
-        plain: &str,
-    ) -> Option<Vec<Range<usize>>> {
-        let Rendering { text: rendered, marks } = rendering;
+    pub(super) fn match_plain<'a>(&'a self, text: String, plain: &'a str) -> Option<Matched<'a>> {
+        let (rendered, marks) = (text.as_str(), marks_of(&text));
         let mut places = Vec::with_capacity(marks.len());
         let mut at = marks.first().map_or(rendered.len(), |mark| mark.start);
         if plain.get(..at)? != rendered.get(..at)? {
@@ -117,7 +118,19 @@ impl Marked {
             places.push(at..at + length);
             at += length + between.len();
         }
-        (at == plain.len()).then_some(places)
+        (at == plain.len()).then_some(Matched { marked: self, plain, text, marks, places })
+    }
+}
+
+impl Matched<'_> {
+    /// A byte position of the marked text, not inside a mark, in the plain text.
+    pub(super) fn to_plain(&self, position: usize) -> usize {
+        let passed = self.marks.partition_point(|mark| mark.end <= position);
+        let last = passed.checked_sub(1);
+        match last.and_then(|last| Some((self.marks.get(last)?, self.places.get(last)?))) {
+            Some((mark, place)) => place.end + position - mark.end,
+            None => position,
+        }
     }
 }
 
@@ -152,13 +165,4 @@ pub(super) fn marks_of(rendered: &str) -> Vec<Mark> {
             Some(Mark { slot, start, end: start + character.len_utf8() })
         })
         .collect()
-}
-
-/// A byte position of the marked rendering, not inside a mark, in the plain one.
-pub(super) fn to_plain(position: usize, marks: &[Mark], places: &[Range<usize>]) -> usize {
-    let passed = marks.partition_point(|mark| mark.end <= position);
-    match passed.checked_sub(1).and_then(|last| Some((marks.get(last)?, places.get(last)?))) {
-        Some((mark, place)) => place.end + position - mark.end,
-        None => position,
-    }
 }

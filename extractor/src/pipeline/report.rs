@@ -46,8 +46,8 @@ pub enum PipelineError {
     Manifest(#[from] ManifestError),
     /// More unusable lines than allowed; everything usable is committed.
     #[error(
-        "{rejected} of {lines} lines were rejected ({:.1} %, limit {:.1} %); the rest is committed. \
-         `extractor query DATASET rejects` lists them; --reject-limit raises the limit",
+        "{rejected} of {lines} lines were rejected ({:.1} %, limit {:.1} %); the rest is \
+         committed. `extractor query DATASET rejects` lists them; --reject-limit raises the limit",
         100.0 * *rejected as f64 / (*lines).max(1) as f64, 100.0 * limit
     )]
     RejectRate {
@@ -61,7 +61,7 @@ pub enum PipelineError {
     /// Too many samples with NaN or infinite states; the finite ones are committed.
     #[error(
         "{non_finite} samples of this run had NaN or infinite states ({committed} were committed), \
-         more than 0.1 %: the weights or the engine are at fault, see the log for layers and samples"
+         more than 0.1 %: the weights or the engine are at fault; the log names layers and samples"
     )]
     NonFinite {
         /// Samples refused.

@@ -13,9 +13,7 @@ use super::weights::WeightsError;
 #[derive(Debug, Error)]
 pub enum TargetError {
     /// `config.json` could not be read.
-    #[error(
-        "{path}: the model configuration cannot be read; --model must name a directory that holds config.json"
-    )]
+    #[error("{path}: cannot be read; --model must name a directory that holds config.json")]
     ConfigRead {
         /// The file.
         path: PathBuf,
@@ -131,7 +129,8 @@ pub enum TargetError {
     },
     /// A token id the model has no embedding for.
     #[error(
-        "token id {id} at position {position}: the vocabulary has {vocab_size} ids; tokenizer and model do not belong together"
+        "token id {id} at position {position}: the vocabulary has {vocab_size} ids; \
+         do tokenizer and model belong together?"
     )]
     TokenId {
         /// Position in the packed batch.
@@ -196,7 +195,10 @@ pub enum TargetError {
         reason: String,
     },
     /// A batch took longer than its deadline.
-    #[error("no answer from ranks {waiting:?} within {}; raise the deadline or send smaller batches", seconds(*.limit))]
+    #[error(
+        "no answer from ranks {waiting:?} within {:.1} s; raise the deadline or cut the batches",
+        .limit.as_secs_f64()
+    )]
     Deadline {
         /// Ranks that have not answered.
         waiting: Vec<usize>,
@@ -216,10 +218,6 @@ pub enum TargetError {
         /// Shape or kind that was expected.
         expected: String,
     },
-}
-
-fn seconds(limit: Duration) -> String {
-    format!("{:.1} s", limit.as_secs_f64())
 }
 
 impl TargetError {

@@ -66,6 +66,8 @@ impl Ranks {
     ) -> Result<Self, TargetError> {
         let make = Arc::new(make);
         let (reply, replies) = channel();
+        // A subscriber that was set for this thread only hears the ranks too.
+        let subscriber = tracing::dispatcher::get_default(tracing::Dispatch::clone);
         let mut ranks = Self {
             commands: Vec::new(),
             replies,
@@ -78,7 +80,11 @@ impl Ranks {
         for rank in 0..world_size {
             let (command, commands) = channel();
             let (make, reply, end) = (Arc::clone(&make), reply.clone(), Arc::clone(&ranks.end));
-            let body = move || serve(rank, &*make, &commands, (&reply, &end));
+            let subscriber = subscriber.clone();
+            let body = move || {
+                let _guard = tracing::dispatcher::set_default(&subscriber);
+                serve(rank, &*make, &commands, (&reply, &end));
+            };
             let thread = std::thread::Builder::new()
                 .name(format!("rank-{rank}"))
                 .spawn(body)

@@ -357,9 +357,9 @@ impl RopeSpec {
             Some(parameters) => Some(parameters),
             None => fields.optional_object("rope_scaling")?,
         };
-        let outer_theta = fields.optional_number("rope_theta", 1.0..=1e12)?;
+        let outer_theta = fields.optional_number("rope_theta", 1.01..=1e12)?;
         let inner_theta = match &inner {
-            Some(inner) => inner.optional_number("rope_theta", 1.0..=1e12)?,
+            Some(inner) => inner.optional_number("rope_theta", 1.01..=1e12)?,
             None => None,
         };
         let theta = inner_theta.or(outer_theta).unwrap_or(10_000.0);

@@ -45,9 +45,13 @@ pub(super) fn strftime_fixed(format: String) -> Result<String, Error> {
 
 /// A message as templates read it: `role`, `content`, then its other keys.
 pub(super) fn write_message(message: &Message) -> Value {
+    let content = match message.content.as_str() {
+        "" if message.content_is_null => Value::from(()),
+        text => Value::from(text),
+    };
     let mut entries = vec![
         ("role".to_owned(), Value::from(message.role.name())),
-        ("content".to_owned(), Value::from(message.content.clone())),
+        ("content".to_owned(), content),
     ];
     entries.extend(message.extra.iter().map(|(key, value)| (key.clone(), from_json(value))));
     Value::from_object(Ordered(entries))

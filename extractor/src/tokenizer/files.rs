@@ -80,6 +80,25 @@ impl TokenizerConfig {
     }
 }
 
+/// `eos_token_id` of generation_config.json and config.json, one id or several.
+pub(crate) fn stop_ids(dir: &Path) -> Result<Vec<u32>, TokenizerError> {
+    let mut ids = Vec::new();
+    for name in ["generation_config.json", "config.json"] {
+        let path = dir.join(name);
+        if !path.exists() {
+            continue;
+        }
+        let config: Value = serde_json::from_slice(&read_limited(&path, MAX_CONFIG_BYTES)?)
+            .map_err(|error| TokenizerError::Json(error.to_string()).within(path))?;
+        match config.get("eos_token_id") {
+            Some(Value::Array(list)) => ids.extend(list.iter().filter_map(Value::as_u64)),
+            Some(one) => ids.extend(one.as_u64()),
+            None => {}
+        }
+    }
+    Ok(ids.into_iter().filter_map(|id| u32::try_from(id).ok()).collect())
+}
+
 /// The bytes of a file that has at most `limit` of them.
 pub(crate) fn read_limited(path: &Path, limit: u64) -> Result<Vec<u8>, TokenizerError> {
     let error = |source| TokenizerError::Read { path: path.to_path_buf(), source };

@@ -14,7 +14,7 @@ use fancy_regex::Regex;
 use thiserror::Error;
 
 pub use files::TokenizerConfig;
-pub(crate) use files::read_limited;
+pub(crate) use files::{read_limited, stop_ids};
 use huggingface::HuggingFace;
 use tiktoken::Tiktoken;
 

@@ -47,7 +47,8 @@ pub(crate) fn chat(messages: &Value) -> Chat {
         let mut extra = message.as_object().unwrap().clone();
         extra.remove("role");
         extra.remove("content");
-        Message { role, content: message["content"].as_str().unwrap().into(), extra }
+        let content = message["content"].as_str().unwrap_or_default().into();
+        Message { role, content, content_is_null: message["content"].is_null(), extra }
     });
     Chat { messages: messages.collect(), tools: None, truncated: false }
 }

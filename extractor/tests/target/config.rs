@@ -1,8 +1,10 @@
 //! Model configurations that are read, and those that are refused.
 
 use extractor::target::{
-    AttentionSpec, Device, EngineOptions, RankGroup, RopeScaling, TargetError, TargetSpec,
+    AttentionSpec, Device, EngineOptions, ExpertPlan, RankGroup, RankPlan, RopeScaling,
+    TargetError, TargetSpec,
 };
+use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use crate::{NANO_KIMI, STORIES, TINY_ODD, options, repository};
@@ -50,8 +52,8 @@ fn rope_parameters_of_transformers_5() {
         &json!({
             "rope_theta": null,
             "rope_scaling": null,
-            "rope_parameters": {"rope_type": "yarn", "rope_theta": 5e4, "factor": 8.0, "mscale": 1.0,
-                "mscale_all_dim": 1.0, "original_max_position_embeddings": 256},
+            "rope_parameters": {"rope_type": "yarn", "rope_theta": 5e4, "factor": 8.0,
+                "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 256},
             "torch_dtype": null,
             "dtype": "bfloat16",
         }),
@@ -151,6 +153,51 @@ fn missing_weights_stop_every_rank() {
     let options = EngineOptions { tp: 4, ..EngineOptions::new(dir.path()) };
     let error = RankGroup::open(&options).err().unwrap();
     assert!(error.to_string().contains("model.layers.5"), "{error}");
+}
+
+/// Any JSON in place of a field.
+fn any_json() -> impl Strategy<Value = Value> {
+    let leaf = prop_oneof![
+        Just(Value::Null),
+        any::<bool>().prop_map(Value::from),
+        any::<i64>().prop_map(Value::from),
+        (0u64..2000).prop_map(Value::from),
+        any::<f64>().prop_map(Value::from),
+        "[a-z]{0,8}".prop_map(Value::from),
+    ];
+    leaf.prop_recursive(2, 8, 3, |inner| {
+        prop_oneof![
+            prop::collection::vec(inner.clone(), 0..3).prop_map(Value::from),
+            prop::collection::btree_map("[a-z_]{0,8}", inner, 0..3)
+                .prop_map(|map| Value::Object(map.into_iter().collect())),
+        ]
+    })
+}
+
+proptest! {
+    /// A hostile configuration is an error or a model whose ranks tile it; never a panic.
+    #[test]
+    fn damaged_configurations_never_panic(
+        model in prop::sample::select(vec![TINY_ODD, STORIES]),
+        changes in prop::collection::vec((any::<prop::sample::Index>(), any_json()), 1..4),
+        tp in 1usize..=16,
+    ) {
+        let mut config = config(model);
+        let map = config.as_object_mut().unwrap();
+        let names: Vec<String> = map.keys().cloned().collect();
+        for (index, value) in changes {
+            map.insert(index.get(&names).clone(), value);
+        }
+        if let Ok(spec) = TargetSpec::from_json(&config) {
+            let plans = (0..tp).map(|rank| RankPlan::new(&spec, tp, rank, ExpertPlan::Auto));
+            if let Ok(plans) = plans.collect::<Result<Vec<_>, _>>() {
+                let rows: usize = plans.iter().map(|plan| plan.vocab.len()).sum();
+                let columns: usize = plans.iter().map(|plan| plan.dense.len()).sum();
+                prop_assert_eq!((rows, columns), (spec.vocab_size, spec.intermediate_size));
+            }
+            prop_assert!(spec.flops_per_token(spec.num_layers, 1).is_finite());
+        }
+    }
 }
 
 #[test]

@@ -15,8 +15,12 @@ fn compare(golden: &str, options: &EngineOptions) -> GoldenReport {
 
 /// Tensor parallelism must not change what the model computes.
 fn agrees_at_every_tp(golden: &str, model: &str) -> GoldenReport {
+    agrees_at(&[1, 2, 4, 8], golden, model)
+}
+
+fn agrees_at(tps: &[usize], golden: &str, model: &str) -> GoldenReport {
     let mut last = None;
-    for tp in [1, 2, 4, 8] {
+    for &tp in tps {
         let report = compare(golden, &options(model, tp));
         assert!(report.agrees(TOLERANCE), "tp {tp}: {report:#?}");
         last = Some(report);
@@ -47,6 +51,20 @@ fn stories260k() {
     assert_eq!(report.greedy, 128);
 }
 
+/// Biases on queries, keys and values, and a tied head.
+#[test]
+fn tiny_qwen2() {
+    let report = agrees_at(&[1, 2, 4], "tiny_qwen2", "tests/fixtures/tiny-qwen2");
+    assert_eq!(report.greedy, 16);
+}
+
+/// Norms of query and key heads, and YaRN that scales cos and sin.
+#[test]
+fn tiny_qwen3() {
+    let report = agrees_at(&[1, 2, 4], "tiny_qwen3", "tests/fixtures/tiny-qwen3");
+    assert_eq!(report.greedy, 16);
+}
+
 /// The same states whether ranks hold whole experts or a part of each.
 #[test]
 fn experts_cut_over_all_ranks() {
@@ -63,12 +81,12 @@ fn experts_cut_over_all_ranks() {
 fn latent_norm_epsilon() {
     let config = EngineOptions { qa_norm_eps: QaNormEps::Config, ..options(NANO_KIMI, 1) };
     let report = compare("nano_kimi_int4", &config);
-    assert!(report.agrees(1e-5), "{report:#?}");
+    assert!(report.agrees(2e-5), "{report:#?}");
     let path = repository("tests/fixtures/golden/nano_kimi_int4.safetensors");
     let golden = Golden::read(&path, QaNormEps::Config).unwrap();
     let mut hf = RankGroup::open(&options(NANO_KIMI, 1)).unwrap();
     let crossed = golden.compare(&mut hf).unwrap();
-    assert!(!crossed.agrees(1e-5), "{crossed:#?}");
+    assert!(!crossed.agrees(2e-5), "{crossed:#?}");
 }
 
 /// The comparison itself must notice a wrong state, expert and continuation.

@@ -6,6 +6,7 @@ mod agreement;
 mod config;
 mod formats;
 mod goldens;
+mod shapes;
 
 use std::path::{Path, PathBuf};
 

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{AuditReport, FindingKind, Verify};
+use super::{AuditReport, FindingKind, Verify, in_words};
 use crate::durable::DatasetDir;
 use crate::header::HeaderLimits;
 use crate::manifest::{Manifest, ManifestError, SampleRow, ShardRow};
@@ -45,7 +45,7 @@ pub(super) fn check(
     let reader = match ShardReader::open(&path, &HeaderLimits::SHARD) {
         Ok(reader) => reader,
         Err(error) => {
-            report.add_samples(FindingKind::ShardUnreadable, Some(file), all(), error.to_string());
+            report.add_samples(FindingKind::ShardUnreadable, Some(file), all(), in_words(&error));
             return Ok(());
         }
     };
@@ -76,7 +76,7 @@ fn check_digest(
     if let Err(error) = reader.verify(&shard.digest) {
         let samples = rows.iter().map(|row| row.id).collect();
         let kind = FindingKind::ShardDigest;
-        report.add_samples(kind, Some(&shard.file), samples, error.to_string());
+        report.add_samples(kind, Some(&shard.file), samples, in_words(&error));
     }
 }
 
@@ -124,7 +124,7 @@ fn check_sample(
                 ShardError::Io(_) => FindingKind::ShardUnreadable,
                 _ => FindingKind::SampleBroken,
             };
-            report.add_samples(kind, file, vec![row.id], error.to_string());
+            report.add_samples(kind, file, vec![row.id], in_words(&error));
             return Ok(());
         }
     };

@@ -5,7 +5,6 @@
 mod scan;
 
 use std::fs::File;
-use std::io::BufReader;
 use std::path::{Path, PathBuf};
 
 use safetensors::tensor::Dtype;
@@ -15,9 +14,9 @@ pub use scan::SlotStats;
 
 use crate::diagnosis::{self, Expected};
 use crate::durable::at;
-use crate::files::{Files, RealFiles};
+use crate::files::RealFiles;
 use crate::header::{HeaderLimits, ShardHeader, TensorEntry};
-use crate::shard::ShardError;
+use crate::shard::{ShardError, open_header};
 
 /// Names under which token ids are found.
 const TOKEN_NAMES: [&str; 3] = ["token_ids", "input_ids", "prompt_token_ids"];
@@ -59,10 +58,9 @@ impl ForeignReport {
 
 /// Looks at a safetensors file of any origin, reads all its values, and says what is wrong.
 pub fn audit_foreign(path: &Path) -> Result<ForeignReport, ShardError> {
-    let file = RealFiles.open_read(path).map_err(at("opening", path))?;
-    let bytes = file.metadata().map_err(at("opening", path))?.len();
-    let header = ShardHeader::read(BufReader::new(&file), bytes, &HeaderLimits::FOREIGN)
-        .map_err(|source| ShardError::Header { path: path.to_path_buf(), source })?;
+    // Model caches are full of links; the user named this one.
+    let path = &path.canonicalize().map_err(at("opening", path))?;
+    let (file, _, header) = open_header(&RealFiles, path, &HeaderLimits::FOREIGN)?;
     let mut report = ForeignReport {
         file: path.to_path_buf(),
         tensors: Vec::new(),

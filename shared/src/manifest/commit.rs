@@ -93,7 +93,10 @@ impl Manifest {
         let committed: HashSet<SampleId> = shard.entries.iter().map(|e| e.sample_id).collect();
         let waiting: Vec<SourceRecord> = held(&self.waiting)
             .iter()
-            .filter(|record| matches!(record.outcome, SourceOutcome::Duplicate(id) if committed.contains(&id)))
+            .filter(|record| match record.outcome {
+                SourceOutcome::Duplicate(id) => committed.contains(&id),
+                _ => false,
+            })
             .cloned()
             .collect();
         self.with("committing a shard", async |conn| {
@@ -282,7 +285,8 @@ async fn insert_sample(
     for tensor in &entry.tensors {
         let shape = serde_json::Value::from(tensor.shape.clone()).to_string();
         sqlx::query(
-            "INSERT INTO tensor (sample, name, dtype, shape, rms, absmax) VALUES (?, ?, ?, ?, ?, ?)",
+            "INSERT INTO tensor (sample, name, dtype, shape, rms, absmax) \
+             VALUES (?, ?, ?, ?, ?, ?)",
         )
         .bind(entry.sample_id.0.to_vec())
         .bind(&tensor.name)
@@ -307,7 +311,8 @@ async fn insert_source(
         SourceOutcome::Rejected(reason) => ("rejected", None, Some(reason.as_str())),
     };
     sqlx::query(
-        "INSERT INTO source (file, line, digest, outcome, sample, reason) VALUES (?, ?, ?, ?, ?, ?) \
+        "INSERT INTO source (file, line, digest, outcome, sample, reason) \
+         VALUES (?, ?, ?, ?, ?, ?) \
          ON CONFLICT (file, line) DO UPDATE SET digest = excluded.digest, \
          outcome = excluded.outcome, sample = excluded.sample, reason = excluded.reason \
          WHERE source.digest <> excluded.digest OR source.outcome = 'rejected'",

@@ -19,7 +19,7 @@ const LATEST: i64 = 1;
 static MIGRATIONS: Migrator = sqlx::migrate!("../migrations");
 
 pub(super) fn sql(doing: &'static str) -> impl FnOnce(sqlx::Error) -> ManifestError {
-    move |source| ManifestError::Sql { doing, source }
+    move |error| ManifestError::sql(doing, error)
 }
 
 fn options(path: &Path) -> SqliteConnectOptions {
@@ -77,7 +77,7 @@ fn opening(path: &Path, source: sqlx::Error) -> ManifestError {
     let code = source.as_database_error().and_then(|error| error.code());
     match code.as_deref() {
         Some("26" | "11") => damaged(path, source.to_string()),
-        _ => ManifestError::Sql { doing: "opening the manifest", source },
+        _ => ManifestError::sql("opening the manifest", source),
     }
 }
 
@@ -103,8 +103,9 @@ async fn check_identity(
     }
     let application = number(&mut *conn, "PRAGMA application_id").await?;
     let user_version = number(&mut *conn, "PRAGMA user_version").await?;
-    let tables =
-        number(&mut *conn, "SELECT count(*) FROM sqlite_schema WHERE name NOT LIKE '\\_sqlx%' ESCAPE '\\' AND name NOT LIKE 'sqlite%'").await?;
+    let foreign_tables = "SELECT count(*) FROM sqlite_schema WHERE name NOT LIKE '\\_sqlx%' \
+                          ESCAPE '\\' AND name NOT LIKE 'sqlite%'";
+    let tables = number(&mut *conn, foreign_tables).await?;
     let ours = application == i64::from(APPLICATION_ID);
     if !ours && (tables > 0 || application != 0 || !may_be_new) {
         let found = application as u32;
@@ -210,4 +211,22 @@ pub(super) async fn settings(
     }
     let spec = serde_json::from_str(&spec).map_err(|error| damaged(path, error.to_string()))?;
     Ok((fingerprint, spec))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_with_the_corruption_bug_are_known() {
+        for (version, fixed) in [
+            ("3.40.1", false),
+            ("3.51.2", false),
+            ("3.51.3", true),
+            ("3.53.0", true),
+            ("4.0", true),
+        ] {
+            assert_eq!(is_fixed_sqlite(version), fixed, "{version}");
+        }
+    }
 }

@@ -1,5 +1,6 @@
 //! What can go wrong with a manifest, and which exit code that is.
 
+use std::error::Error;
 use std::io;
 use std::path::PathBuf;
 
@@ -18,7 +19,10 @@ pub enum ManifestError {
     #[error("{} is no data set: it has no manifest.sqlite", .0.display())]
     Missing(PathBuf),
     /// Another writer holds the data set.
-    #[error("{} is being written by process {pid} on host {host}: wait for it or stop it", dir.display())]
+    #[error(
+        "{} is being written by process {pid} on host {host}: wait for it or stop it",
+        dir.display()
+    )]
     Locked {
         /// The data set.
         dir: PathBuf,
@@ -28,7 +32,7 @@ pub enum ManifestError {
         host: String,
     },
     /// The lock file can't be opened or locked at all.
-    #[error("locking {}: {source}", path.display())]
+    #[error("locking {}", path.display())]
     Lock {
         /// The lock file.
         path: PathBuf,
@@ -48,7 +52,10 @@ pub enum ManifestError {
         kind: &'static str,
     },
     /// A database of something else.
-    #[error("{} is a database, but not a manifest of Aerie (application id {found:#x})", path.display())]
+    #[error(
+        "{} is a database, but not a manifest of Aerie (application id {found:#x})",
+        path.display()
+    )]
     NotAManifest {
         /// The database.
         path: PathBuf,
@@ -56,7 +63,10 @@ pub enum ManifestError {
         found: u32,
     },
     /// Written by a later version.
-    #[error("{} has format {found}, this program knows up to {known}: use a newer Aerie", path.display())]
+    #[error(
+        "{} has format {found}, this program knows up to {known}: use a newer Aerie",
+        path.display()
+    )]
     Newer {
         /// The database.
         path: PathBuf,
@@ -77,11 +87,15 @@ pub enum ManifestError {
         detail: String,
     },
     /// The data set was begun under other settings.
-    #[error("the data set was begun with other settings; use a new directory or the old settings.{}", lines(.0))]
+    #[error(
+        "the data set was begun with other settings; use a new directory or the old settings.{}",
+        lines(.0)
+    )]
     FingerprintChanged(Vec<FieldChange>),
     /// No layers, or not ascending, or no width.
     #[error(
-        "layers {layers:?} of width {hidden_size} can't be captured: at least one layer, ascending, and a width are needed"
+        "layers {layers:?} of width {hidden_size} can't be captured: at least one layer, \
+         ascending, and a width are needed"
     )]
     Spec {
         /// Layers asked for.
@@ -121,19 +135,24 @@ pub enum ManifestError {
     #[error(transparent)]
     Io(#[from] DurableError),
     /// The runtime can't be started.
-    #[error("starting the manifest's runtime: {0}")]
+    #[error("starting the manifest's runtime")]
     Runtime(#[source] io::Error),
     /// SQLite said no.
-    #[error("{doing}: {source}")]
+    #[error("{doing}")]
     Sql {
         /// What was being done.
         doing: &'static str,
+        /// The exit code that goes with it.
+        exit_code: u8,
         /// What SQLite said.
         #[source]
-        source: sqlx::Error,
+        source: Box<dyn Error + Send + Sync>,
     },
+    /// SQLite refused the user's own query.
+    #[error("the query is refused")]
+    Query(#[source] Box<dyn Error + Send + Sync>),
     /// The tables can't be brought to the current version.
-    #[error("migrating {}: {source}", path.display())]
+    #[error("migrating {}", path.display())]
     Migrate {
         /// The database.
         path: PathBuf,
@@ -148,6 +167,16 @@ fn lines(changes: &[FieldChange]) -> String {
 }
 
 impl ManifestError {
+    /// sqlx's error without its own wrapping, which repeats the database's words.
+    pub(super) fn sql(doing: &'static str, error: sqlx::Error) -> Self {
+        let exit_code = sql_exit_code(&error);
+        let source = match error {
+            sqlx::Error::Database(error) => error.into_error(),
+            other => other.into(),
+        };
+        Self::Sql { doing, exit_code, source }
+    }
+
     /// 65 bad data, 70 misuse, 73 locked, 74 disk, 75 busy, 78 settings.
     pub fn exit_code(&self) -> u8 {
         match self {
@@ -155,10 +184,11 @@ impl ManifestError {
             Self::FingerprintChanged(_)
             | Self::Spec { .. }
             | Self::NetworkFileSystem { .. }
-            | Self::NotASelect(_) => 78,
+            | Self::NotASelect(_)
+            | Self::Query(_) => 78,
             Self::Io(error) => error.exit_code(),
             Self::Lock { .. } | Self::Runtime(_) => 74,
-            Self::Sql { source, .. } => sql_exit_code(source),
+            Self::Sql { exit_code, .. } => *exit_code,
             Self::OldSqlite(_)
             | Self::ForeignShard(_)
             | Self::NoSource(_)

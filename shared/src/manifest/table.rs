@@ -103,7 +103,11 @@ impl Manifest {
         if self.writable().is_ok() || !reading.contains(&word.to_lowercase().as_str()) {
             return Err(ManifestError::NotASelect(word));
         }
-        self.table(AssertSqlSafe(sql.to_owned()).into_sql_str())
+        self.table(AssertSqlSafe(sql.to_owned()).into_sql_str()).map_err(|error| match error {
+            // A complaint about the query itself; not damage, disk or locks.
+            ManifestError::Sql { exit_code: 70, source, .. } => ManifestError::Query(source),
+            other => other,
+        })
     }
 
     fn table(&self, sql: SqlStr) -> Result<Table, ManifestError> {

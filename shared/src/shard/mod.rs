@@ -12,7 +12,8 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-pub use reader::ShardReader;
+pub(crate) use reader::open_header;
+pub use reader::{ShardReader, read_header};
 pub use writer::ShardWriter;
 
 use crate::contract::ContractError;
@@ -127,7 +128,7 @@ pub enum ShardError {
         source: ContractError,
     },
     /// The file's header is refused.
-    #[error("{}: {source}", path.display())]
+    #[error("{} is refused", path.display())]
     Header {
         /// The file.
         path: PathBuf,
@@ -152,7 +153,7 @@ pub enum ShardError {
         sample: SampleId,
     },
     /// Token ids or mask are unusable, or do not hash to the sample's id.
-    #[error("{}: sample {sample}: {source}", path.display())]
+    #[error("{}: sample {sample}", path.display())]
     Sample {
         /// The file.
         path: PathBuf,
@@ -163,7 +164,10 @@ pub enum ShardError {
         source: SampleError,
     },
     /// Ids and mask changed since they were named.
-    #[error("{}: the ids and mask named {sample} hash to {found}: bytes changed on disk", path.display())]
+    #[error(
+        "{}: the ids and mask named {sample} hash to {found}: bytes changed on disk",
+        path.display()
+    )]
     SampleChanged {
         /// The file.
         path: PathBuf,
@@ -173,7 +177,7 @@ pub enum ShardError {
         found: SampleId,
     },
     /// The states are not what the contract says.
-    #[error("{}: sample {sample}: {source}", path.display())]
+    #[error("{}: sample {sample}", path.display())]
     Contract {
         /// The file.
         path: PathBuf,

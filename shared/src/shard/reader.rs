@@ -31,6 +31,24 @@ impl Read for FromStart<'_> {
     }
 }
 
+/// The checked header of any safetensors file. Links, devices and FIFOs are refused.
+pub fn read_header(path: &Path, limits: &HeaderLimits) -> Result<ShardHeader, ShardError> {
+    open_header(&RealFiles, path, limits).map(|(_, _, header)| header)
+}
+
+/// The file, its size, and its checked header.
+pub(crate) fn open_header(
+    files: &dyn Files,
+    path: &Path,
+    limits: &HeaderLimits,
+) -> Result<(File, u64, ShardHeader), ShardError> {
+    let file = files.open_read(path).map_err(at("opening", path))?;
+    let bytes = file.metadata().map_err(at("opening", path))?.len();
+    let header = ShardHeader::read(BufReader::new(&file), bytes, limits)
+        .map_err(|source| ShardError::Header { path: path.to_path_buf(), source })?;
+    Ok((file, bytes, header))
+}
+
 /// An open shard. Only its header is in memory.
 #[derive(Debug)]
 pub struct ShardReader {
@@ -56,10 +74,7 @@ impl ShardReader {
         path: &Path,
         limits: &HeaderLimits,
     ) -> Result<Self, ShardError> {
-        let file = files.open_read(path).map_err(at("opening", path))?;
-        let bytes = file.metadata().map_err(at("opening", path))?.len();
-        let header = ShardHeader::read(BufReader::new(&file), bytes, limits)
-            .map_err(|source| ShardError::Header { path: path.to_path_buf(), source })?;
+        let (file, bytes, header) = open_header(files, path, limits)?;
         let refused = |reason| ShardError::Layout { path: path.to_path_buf(), reason };
         let (spec, fingerprint) = layout::read_metadata(&header.metadata).map_err(refused)?;
         let samples = layout::locate(&header, &spec).map_err(refused)?;

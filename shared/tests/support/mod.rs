@@ -1,6 +1,8 @@
 //! Small data sets for the tests of this crate.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
+pub mod stepped;
+
 use std::path::Path;
 
 use shared::*;
@@ -93,4 +95,31 @@ pub fn build(dir: &Path, spec: &CaptureSpec, samples: &[CapturedSample]) {
     let id = manifest.next_shard_id().unwrap();
     let sealed = seal(dir, id, spec, samples);
     manifest.commit_shard(&sealed, &committed(samples, 1)).unwrap();
+}
+
+/// What a run does: commits the samples that are missing, two to a shard.
+pub fn run(dir: &DatasetDir, samples: &[CapturedSample]) -> Result<(), Box<dyn std::error::Error>> {
+    let spec = spec(StateDtype::Bf16);
+    let manifest = Manifest::open_for_write_in(dir, &fingerprint(), &spec)?;
+    manifest.register_input("prompts.jsonl", samples.len() as u64, 9, &Digest::of(b"i"))?;
+    let done = manifest.committed_samples()?;
+    let sources = committed(samples, 1);
+    let missing: Vec<usize> =
+        (0..samples.len()).filter(|&i| !done.contains(&samples[i].sample().id())).collect();
+    for pair in missing.chunks(2) {
+        let digest = manifest.fingerprint().digest();
+        let mut writer = ShardWriter::create(dir, manifest.next_shard_id()?, &spec, &digest)?;
+        for &index in pair {
+            writer.push(&samples[index])?;
+        }
+        let records: Vec<SourceRecord> = pair.iter().map(|&i| sources[i].clone()).collect();
+        manifest.commit_shard(&writer.seal()?, &records)?;
+    }
+    Ok(())
+}
+
+/// An error with all its causes, as the commands print it.
+pub fn words(error: &(dyn std::error::Error + 'static)) -> String {
+    let causes = std::iter::successors(Some(error), |&error| error.source());
+    causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
 }

@@ -1,0 +1,141 @@
+//! The directory of a training run: its checkpoints by step, which of them to keep, and the lock
+//! that keeps a second run out. Knows no contents of a checkpoint but its state.
+
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+
+use super::{Best, Checkpoint, CheckpointError, SUMS};
+
+const PREFIX: &str = "step-";
+
+/// `RUN/`: `metrics.jsonl`, `checkpoints/step-NNNNNNNN/`, `LOCK`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RunDir {
+    root: PathBuf,
+}
+
+/// Held while a process trains in a run directory; the kernel releases it with the process.
+#[derive(Debug)]
+pub struct RunLock {
+    _file: File,
+}
+
+impl RunDir {
+    /// Names the directory; touches nothing.
+    pub fn new(root: impl Into<PathBuf>) -> Self {
+        Self { root: root.into() }
+    }
+
+    /// The directory itself.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// `metrics.jsonl`.
+    pub fn metrics(&self) -> PathBuf {
+        self.root.join("metrics.jsonl")
+    }
+
+    fn checkpoints_dir(&self) -> PathBuf {
+        self.root.join("checkpoints")
+    }
+
+    /// Where the checkpoint of a step is or will be.
+    pub fn checkpoint(&self, step: u64) -> PathBuf {
+        self.checkpoints_dir().join(format!("{PREFIX}{step:08}"))
+    }
+
+    pub(super) fn temporary(&self, step: u64) -> PathBuf {
+        self.checkpoints_dir().join(format!(".{PREFIX}{step:08}.{}.tmp", std::process::id()))
+    }
+
+    /// Creates the directory, takes its lock (a held one is an error that names the holder) and
+    /// removes what an earlier process left half written.
+    pub fn claim(&self) -> Result<RunLock, CheckpointError> {
+        let io = |path: &Path| {
+            let path = path.to_owned();
+            move |source| CheckpointError::Io { path, source }
+        };
+        let dir = self.checkpoints_dir();
+        std::fs::create_dir_all(&dir).map_err(io(&dir))?;
+        let path = self.root.join("LOCK");
+        let options =
+            OpenOptions::new().read(true).write(true).create(true).truncate(false).clone();
+        let mut file = options.open(&path).map_err(io(&path))?;
+        match file.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => {
+                let mut holder = String::new();
+                // Only for the message: an unreadable lock file is still a held lock.
+                let _ = file.read_to_string(&mut holder);
+                let (path, holder) = (self.root.clone(), holder.trim().to_owned());
+                return Err(CheckpointError::Locked { path, holder });
+            }
+            Err(TryLockError::Error(source)) => return Err(io(&path)(source)),
+        }
+        file.set_len(0).map_err(io(&path))?;
+        file.write_all(format!("process {}\n", std::process::id()).as_bytes())
+            .map_err(io(&path))?;
+        for entry in self.names()? {
+            if entry.starts_with('.') && entry.ends_with(".tmp") {
+                let stale = dir.join(entry);
+                std::fs::remove_dir_all(&stale).map_err(io(&stale))?;
+            }
+        }
+        Ok(RunLock { _file: file })
+    }
+
+    fn names(&self) -> Result<Vec<String>, CheckpointError> {
+        let dir = self.checkpoints_dir();
+        let read = |source| CheckpointError::Io { path: dir.clone(), source };
+        match std::fs::read_dir(&dir) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Vec::new()),
+            Err(error) => Err(read(error)),
+            Ok(entries) => entries
+                .map(|entry| Ok(entry.map_err(read)?.file_name().to_string_lossy().into_owned()))
+                .collect(),
+        }
+    }
+
+    /// Steps of all complete checkpoints, ascending.
+    pub fn steps(&self) -> Result<Vec<u64>, CheckpointError> {
+        let step = |name: String| name.strip_prefix(PREFIX).and_then(|digits| digits.parse().ok());
+        let mut steps: Vec<u64> = self.names()?.into_iter().filter_map(step).collect();
+        steps.retain(|&step| self.checkpoint(step).join(SUMS).is_file());
+        steps.sort_unstable();
+        Ok(steps)
+    }
+
+    /// The newest checkpoint.
+    pub fn latest(&self) -> Result<PathBuf, CheckpointError> {
+        match self.steps()?.last() {
+            Some(&step) => Ok(self.checkpoint(step)),
+            None => Err(CheckpointError::None { path: self.root.clone() }),
+        }
+    }
+
+    /// The checkpoint with the longest accepted drafts on held-out samples; the newest when none
+    /// was evaluated.
+    pub fn best(&self) -> Result<PathBuf, CheckpointError> {
+        let latest = self.latest()?;
+        let state = Checkpoint::load_state(&latest)?;
+        Ok(state.best.map_or(latest, |best| self.checkpoint(best.step)))
+    }
+
+    /// Removes all but the `keep` newest checkpoints and the best one.
+    pub fn prune(&self, keep: usize, best: Option<Best>) -> Result<(), CheckpointError> {
+        let steps = self.steps()?;
+        for &step in steps.iter().take(steps.len().saturating_sub(keep)) {
+            if best.is_none_or(|best| best.step != step) {
+                let path = self.checkpoint(step);
+                // First the list of digests: without it the directory is no checkpoint any more,
+                // so one half removed is never taken for one.
+                let removed = std::fs::remove_file(path.join(SUMS))
+                    .and_then(|()| std::fs::remove_dir_all(&path));
+                removed.map_err(|source| CheckpointError::Io { path, source })?;
+            }
+        }
+        Ok(())
+    }
+}

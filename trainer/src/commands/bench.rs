@@ -1,0 +1,177 @@
+//! `trainer bench`: time of one training step on synthetic data, beside the speed of a plain
+//! matrix product on the same cores.
+
+use std::io::Write;
+use std::time::Instant;
+
+use burn::backend::{Autodiff, Flex};
+use burn::tensor::{Distribution, Tensor};
+use kernels::gemm::{Threads, peak};
+use trainer::draft::AttentionConfig;
+use trainer::masks::{RowPlan, row_masks};
+use trainer::{
+    BatchTokens, DraftConfig, DraftVocabulary, Eagle3Draft, FrozenTarget, TargetWeights,
+    TrainBatch, TttOptions, ttt_step,
+};
+
+type B = Autodiff<Flex>;
+
+/// Time training steps on synthetic data.
+#[derive(clap::Args)]
+pub(crate) struct BenchArgs {
+    /// Width of the residual stream.
+    #[arg(long, default_value_t = 576)]
+    hidden: usize,
+    /// Width of the MLP.
+    #[arg(long, default_value_t = 1536)]
+    intermediate: usize,
+    /// Query heads.
+    #[arg(long, default_value_t = 9)]
+    heads: usize,
+    /// Key and value heads.
+    #[arg(long, default_value_t = 3)]
+    kv_heads: usize,
+    /// Entries of a head.
+    #[arg(long, default_value_t = 64)]
+    head_dim: usize,
+    /// Target vocabulary.
+    #[arg(long, default_value_t = 49152)]
+    vocab: usize,
+    /// Draft vocabulary.
+    #[arg(long, default_value_t = 8192)]
+    draft_vocab: usize,
+    /// Rows of the packed batch.
+    #[arg(long, default_value_t = 1024)]
+    tokens: usize,
+    /// Rows of one document.
+    #[arg(long, default_value_t = 256)]
+    document: usize,
+    /// Steps of the draft.
+    #[arg(long, default_value_t = 7)]
+    steps: usize,
+    /// Share of each document, at its end, that is trained.
+    #[arg(long, default_value_t = 0.5)]
+    answer_fraction: f64,
+    /// Compute every row at every step.
+    #[arg(long)]
+    dense: bool,
+    /// Timed repetitions; the fastest counts.
+    #[arg(long, default_value_t = 5)]
+    repeat: usize,
+    /// Teacher states whose logits exist at a time.
+    #[arg(long, default_value_t = 512)]
+    teacher_rows: usize,
+}
+
+impl BenchArgs {
+    fn config(&self) -> DraftConfig {
+        DraftConfig {
+            hidden_size: self.hidden,
+            intermediate_size: self.intermediate,
+            num_attention_heads: self.heads,
+            attention: AttentionConfig::Gqa {
+                num_key_value_heads: self.kv_heads,
+                head_dim: self.head_dim,
+            },
+            rms_norm_eps: 1e-5,
+            rope_theta: 10000.0,
+            yarn: None,
+            vocab_size: self.vocab,
+            draft_vocab_size: self.draft_vocab,
+            num_aux: 3,
+            fc_norm: false,
+            norm_output: false,
+            norm_before_residual: false,
+        }
+    }
+
+    fn tokens(&self) -> anyhow::Result<BatchTokens> {
+        let document = self.document.clamp(1, self.tokens.max(1));
+        let prompt = (document as f64 * (1.0 - self.answer_fraction)) as usize;
+        let ids = (0..self.tokens).map(|row| ((row * 7919) % self.vocab) as u32).collect();
+        let mask: Vec<u8> =
+            (0..self.tokens).map(|row| u8::from(row % document >= prompt)).collect();
+        let mut offsets: Vec<usize> = (0..self.tokens).step_by(document).collect();
+        offsets.push(self.tokens);
+        Ok(BatchTokens::new(ids, &mask, offsets)?)
+    }
+
+    fn options(&self) -> TttOptions {
+        TttOptions {
+            steps: self.steps,
+            row_sparse: !self.dense,
+            teacher_rows: self.teacher_rows,
+            ..TttOptions::default()
+        }
+    }
+
+    /// Floating-point operations of all products of one step, forward and backward.
+    fn flop(&self, tokens: &BatchTokens) -> f64 {
+        let masks = row_masks(tokens, self.steps, self.options().mask_mode, &[]);
+        let plan = match self.dense {
+            true => RowPlan::dense(self.tokens, self.steps),
+            false => RowPlan::sparse(tokens, &masks),
+        };
+        let (base, first) = (plan.base.len() as f64, plan.need.first().map_or(0, Vec::len) as f64);
+        let rows: usize = plan.need.iter().map(Vec::len).sum();
+        let rows = rows as f64;
+        let (h, q) = (self.hidden as f64, (self.heads * self.head_dim) as f64);
+        let kv = 2.0 * (self.kv_heads * self.head_dim) as f64;
+        let fused = base * 3.0 * h * h * 2.0;
+        let keys = (base + rows - first) * 2.0 * h * kv * 3.0;
+        let row = q * 2.0 * h + q * h + 3.0 * h * self.intermediate as f64;
+        let head = self.draft_vocab as f64 * h;
+        let teacher = first * h * self.vocab as f64;
+        2.0 * (fused + keys + rows * (row + head) * 3.0 + teacher)
+    }
+}
+
+/// Prints times, rates and the share of the speed of a plain product.
+pub(crate) fn run(args: &BenchArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
+    let device = Default::default();
+    let tokens = args.tokens()?;
+    let fresh = Eagle3Draft::init(args.config(), 1, &device)?;
+    let random = |rows: usize, width: usize, spread: f64| {
+        Tensor::<B, 2>::random([rows, width], Distribution::Normal(0.0, spread), &device)
+    };
+    let weights = TargetWeights {
+        embed_tokens: random(args.vocab, args.hidden, 0.02),
+        norm: Tensor::ones([args.hidden], &device),
+        norm_eps: 1e-5,
+        lm_head: random(args.vocab, args.hidden, 0.02),
+    };
+    let every = (args.vocab / args.draft_vocab).max(1) as u32;
+    let ids: Vec<u32> = (0..args.draft_vocab as u32).map(|id| id * every).collect();
+    let target = FrozenTarget::new(weights, DraftVocabulary::from_targets(&ids, args.vocab)?)?;
+    let aux = random(args.tokens, 3 * args.hidden, 1.0);
+    let batch = TrainBatch::new(tokens, aux, random(args.tokens, args.hidden, 1.0))?;
+
+    let (mut forward, mut backward, mut loss) = (f64::INFINITY, f64::INFINITY, 0.0);
+    let mut total = f64::INFINITY;
+    for _ in 0..args.repeat.max(1) {
+        let start = Instant::now();
+        let draft = Eagle3Draft::<B>::tracked(&fresh);
+        let output = ttt_step(&draft, &target, &batch, &args.options())?;
+        loss = output.metrics().loss(args.options().step_decay);
+        let middle = start.elapsed().as_secs_f64();
+        let mut gradients = output.loss.backward();
+        let gradients = draft.gradients(&mut gradients);
+        let end = start.elapsed().as_secs_f64();
+        drop(gradients);
+        (forward, backward) = (forward.min(middle), backward.min(end - middle));
+        total = total.min(end);
+    }
+    let gflop = args.flop(batch.tokens()) / 1e9;
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let limit = peak(Threads(threads));
+    writeln!(out, "loss             {loss:10.4}")?;
+    writeln!(out, "forward          {:10.1} ms", forward * 1e3)?;
+    writeln!(out, "backward         {:10.1} ms", backward * 1e3)?;
+    writeln!(out, "step             {:10.1} ms", total * 1e3)?;
+    writeln!(out, "tokens           {:10.1} /s", args.tokens as f64 / total)?;
+    writeln!(out, "products         {gflop:10.1} GFLOP a step")?;
+    writeln!(out, "speed            {:10.1} GFLOP/s", gflop / total)?;
+    writeln!(out, "plain product    {limit:10.1} GFLOP/s")?;
+    writeln!(out, "share of it      {:10.1} %", 100.0 * gflop / total / limit)?;
+    Ok(true)
+}

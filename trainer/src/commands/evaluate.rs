@@ -1,0 +1,141 @@
+//! `trainer evaluate`: acceptance of a draft, on recorded text or live.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, bail};
+use burn::backend::Flex;
+use trainer::acceptance::{Acceptance, Evaluation, EvaluationPlan, evaluate};
+use trainer::dataset::ManifestDataset;
+use trainer::fit::{frozen_target, ttt_options};
+use trainer::target::TargetHead;
+use trainer::trained::TrainedDraft;
+
+use super::live::LiveArgs;
+
+/// Measure how many drafted tokens the target would accept.
+#[derive(clap::Args)]
+pub(crate) struct EvaluateArgs {
+    /// Run directory (its best checkpoint), checkpoint or export.
+    #[arg(value_name = "DRAFT", required_unless_present = "draft")]
+    path: Option<PathBuf>,
+    /// The same as a flag.
+    #[arg(long, value_name = "DIR", conflicts_with = "path")]
+    draft: Option<PathBuf>,
+    /// Data set written by `extractor run`.
+    #[arg(long, value_name = "DIR")]
+    dataset: Option<PathBuf>,
+    /// Only the samples kept out of training (the default).
+    #[arg(long, conflicts_with = "all")]
+    held_out: bool,
+    /// All samples.
+    #[arg(long)]
+    all: bool,
+    /// Share of held-out samples; the run's own by default, 0.05 for an export.
+    #[arg(long, value_name = "SHARE")]
+    held_out_share: Option<f64>,
+    /// Drafted tokens; the run's ttt_steps by default.
+    #[arg(long, value_name = "N")]
+    ttt_steps: Option<usize>,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    live: LiveArgs,
+}
+
+/// Prints acceptance by depth.
+pub(crate) fn run(args: &EvaluateArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
+    let Some(draft) = args.path.as_ref().or(args.draft.as_ref()) else {
+        bail!("a draft is needed: a run, checkpoint or export directory");
+    };
+    let trained = TrainedDraft::open(draft)?;
+    if args.live.live {
+        return super::live::run(&args.live, &trained, args.json, out);
+    }
+    let Some(dataset) = &args.dataset else {
+        bail!("--dataset DIR is needed: the data set written by `extractor run`");
+    };
+    let evaluation = teacher_forced(args, &trained, dataset)?;
+    if args.json {
+        writeln!(out, "{}", serde_json::to_string(&evaluation)?)?;
+        return Ok(true);
+    }
+    writeln!(out, "draft    {}", trained.path.display())?;
+    let which = if args.all { "all" } else { "held out" };
+    writeln!(out, "samples  {} ({which}), teacher-forced", evaluation.samples)?;
+    print(&evaluation, out)?;
+    Ok(true)
+}
+
+fn teacher_forced(
+    args: &EvaluateArgs,
+    trained: &TrainedDraft,
+    path: &Path,
+) -> anyhow::Result<Evaluation> {
+    let dataset = ManifestDataset::open(path)?;
+    let layers = &dataset.spec().layers;
+    let aux = layers.get(..layers.len().saturating_sub(1)).unwrap_or_default();
+    if aux != trained.aux_layers {
+        bail!(
+            "the draft reads layers {:?}, the data set holds {aux:?}: record the draft's layers",
+            trained.aux_layers
+        );
+    }
+    let config = trained.config.clone().unwrap_or_default();
+    let fingerprint = dataset.fingerprint().to_string();
+    if trained.dataset_fingerprint.as_ref().is_some_and(|stored| *stored != fingerprint) {
+        tracing::warn!("this is not the data set the draft was trained on");
+    }
+    let split = dataset.split(args.held_out_share.unwrap_or(config.data.held_out));
+    let indices = match args.all {
+        true => (0..dataset.samples().len()).collect(),
+        false => split.held_out,
+    };
+    if indices.is_empty() {
+        bail!("no sample is held out: give --held-out-share, or --all");
+    }
+    let device = Default::default();
+    let head = TargetHead::load(&dataset.dir().target())?;
+    let frozen = frozen_target::<Flex>(head, &trained.vocab, &device)?;
+    let mut options = ttt_options(&config);
+    options.steps = args.ttt_steps.unwrap_or(options.steps);
+    let what =
+        EvaluationPlan { indices: &indices, max_tokens: config.data.max_tokens, options: &options };
+    evaluate(&trained.draft::<Flex>(&device)?, &frozen, &dataset, &what)
+        .with_context(|| format!("evaluating on {}", path.display()))
+}
+
+fn print(evaluation: &Evaluation, out: &mut dyn Write) -> std::io::Result<()> {
+    let all = &evaluation.all;
+    writeln!(out, "depth      rows    acc  full_acc  conditional  alpha  length incl. bonus")?;
+    for depth in 0..all.rows.len() {
+        writeln!(
+            out,
+            "{depth:>5}  {:>8}  {:.3}     {:.3}        {:.3}  {:.3}  {:.3}",
+            all.rows[depth],
+            all.acc[depth],
+            all.full_acc[depth],
+            all.conditional_acc[depth],
+            all.alpha[depth],
+            all.acceptance_length_by_drafts[depth],
+        )?;
+    }
+    line(out, "acceptance length", all)?;
+    for bucket in &evaluation.by_length {
+        let name = match bucket.up_to_tokens {
+            Some(end) => format!("  samples up to {end} tokens ({})", bucket.samples),
+            None => format!("  longer samples ({})", bucket.samples),
+        };
+        line(out, &name, &bucket.acceptance)?;
+    }
+    Ok(())
+}
+
+fn line(out: &mut dyn Write, name: &str, acceptance: &Acceptance) -> std::io::Result<()> {
+    writeln!(
+        out,
+        "{name}: {:.3} with the bonus token, {:.3} without",
+        acceptance.acceptance_length, acceptance.accepted_drafts
+    )
+}

@@ -1,0 +1,56 @@
+//! The subcommands, and which exit code an error of theirs means.
+
+pub(crate) mod bench;
+pub(crate) mod check;
+pub(crate) mod config;
+pub(crate) mod evaluate;
+pub(crate) mod export;
+pub(crate) mod fit;
+mod flags;
+mod live;
+
+use trainer::acceptance::EvaluateError;
+use trainer::checkpoint::CheckpointError;
+use trainer::config::ConfigError;
+use trainer::dataset::DatasetError;
+use trainer::export::ExportError;
+use trainer::fit::FitError;
+use trainer::live::LiveError;
+use trainer::target::TargetError as TargetHeadError;
+use trainer::tensors::TensorFileError;
+use trainer::trained::TrainedError;
+
+/// Exit code of the outermost error that knows one; 70 otherwise.
+pub(crate) fn exit_code(error: &anyhow::Error) -> u8 {
+    error.chain().find_map(code).unwrap_or(70)
+}
+
+fn code(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
+    macro_rules! first_of {
+        ($($kind:ty),*) => {
+            None$(.or_else(|| error.downcast_ref::<$kind>().map(|known| known.exit_code())))*
+        };
+    }
+    let io = error.downcast_ref::<std::io::Error>().map(|_| 74);
+    first_of!(
+        FitError,
+        CheckpointError,
+        ConfigError,
+        DatasetError,
+        TargetHeadError,
+        EvaluateError,
+        ExportError,
+        TensorFileError,
+        TrainedError,
+        LiveError,
+        extractor::target::TargetError,
+        extractor::encode::EncoderError
+    )
+    .or(io)
+}
+
+/// Whether the reader of stdout went away, which is no failure of ours.
+pub(crate) fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    let pipe = |error: &std::io::Error| error.kind() == std::io::ErrorKind::BrokenPipe;
+    error.chain().any(|cause| cause.downcast_ref::<std::io::Error>().is_some_and(pipe))
+}

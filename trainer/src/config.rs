@@ -1,0 +1,302 @@
+//! `FitConfig`: everything a training run depends on, from a TOML file and flags, checked once.
+//! Knows no command line; `keys` lists the keys that the command line offers as flags.
+
+pub mod keys;
+mod sources;
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+pub use self::sources::{ConfigError, FieldChange, Origin, Override, Resolved};
+use crate::schedule::Decay;
+
+/// Settings of `trainer fit`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct FitConfig {
+    /// What is trained on.
+    pub data: DataSection,
+    /// What is trained.
+    pub draft: DraftSection,
+    /// How it is trained.
+    pub train: TrainSection,
+    /// What is kept.
+    pub checkpoint: CheckpointSection,
+}
+
+/// Settings of the data.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct DataSection {
+    /// Directory written by `extractor run`.
+    pub dataset: PathBuf,
+    /// Share of the samples kept out of training, 0 to below 1. Decided by the sample's id.
+    pub held_out: f64,
+    /// Tokens of one packed batch. A longer sample forms a batch of its own.
+    pub max_tokens: usize,
+    /// Batches prepared ahead of the training step.
+    pub prefetch: usize,
+}
+
+impl Default for DataSection {
+    fn default() -> Self {
+        Self { dataset: PathBuf::new(), held_out: 0.05, max_tokens: 2048, prefetch: 2 }
+    }
+}
+
+/// Architecture family of the draft's attention.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Layout {
+    /// Grouped-query attention, rotate-half RoPE.
+    #[default]
+    Llama,
+    /// Multi-head latent attention, interleaved RoPE.
+    Mla,
+}
+
+/// Where the draft's head starts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LmHeadInit {
+    /// Random.
+    Random,
+    /// The target's rows of the draft vocabulary.
+    #[default]
+    Target,
+}
+
+/// Whether the draft uses the target's context extension.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum RopeScaling {
+    /// YaRN of the target, where it has one.
+    #[default]
+    Target,
+    /// Plain RoPE.
+    None,
+}
+
+/// Settings of the draft head. Sizes left out are taken from the target's config.json.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct DraftSection {
+    /// Attention family.
+    pub layout: Layout,
+    /// Number of token ids the draft predicts; the target's vocabulary, at most 32000, if left out.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub draft_vocab_size: Option<usize>,
+    /// Token ids that must be in the draft vocabulary beside the target's end markers.
+    pub force_tokens: Vec<u32>,
+    /// Width of the MLP.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub intermediate_size: Option<usize>,
+    /// Query heads.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub num_attention_heads: Option<usize>,
+    /// Key and value heads (llama).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub num_key_value_heads: Option<usize>,
+    /// Width of a head (llama).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub head_dim: Option<usize>,
+    /// Rank of the query projection (mla).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub q_lora_rank: Option<usize>,
+    /// Rank of the key and value projection (mla).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kv_lora_rank: Option<usize>,
+    /// Width of a head without position (mla).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub qk_nope_head_dim: Option<usize>,
+    /// Width of a head's rotated part (mla).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub qk_rope_head_dim: Option<usize>,
+    /// Width of a value head (mla).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub v_head_dim: Option<usize>,
+    /// Base of the rotary frequencies.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rope_theta: Option<f64>,
+    /// Context extension.
+    pub rope_scaling: RopeScaling,
+    /// Epsilon of the draft's norms.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rms_norm_eps: Option<f64>,
+    /// One norm per aux state before `fc` (EAGLE-3.1).
+    pub fc_norm: bool,
+    /// The normed output is fed back in place of the raw one (EAGLE-3.1).
+    pub norm_output: bool,
+    /// The residual starts from the normed hidden state.
+    pub norm_before_residual: bool,
+    /// Start of `lm_head`; it is trained either way.
+    pub lm_head_init: LmHeadInit,
+}
+
+/// Which rows are trained at which step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MaskMode {
+    /// Rows whose whole chain of predicted tokens is in the answer.
+    #[default]
+    Chain,
+    /// The row's own mask, as SpecForge and EAGLE do.
+    SpecForge,
+}
+
+/// Settings of the optimisation.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct TrainSection {
+    /// Passes over the training samples.
+    pub epochs: u64,
+    /// Upper limit of optimizer steps; 0 means no limit.
+    pub max_steps: u64,
+    /// Seed of the weights and of the order of samples.
+    pub seed: u64,
+    /// Highest learning rate.
+    pub lr: f64,
+    /// Optimizer steps of warm-up.
+    pub warmup_steps: u64,
+    /// Shape of the learning rate after warm-up.
+    pub schedule: Decay,
+    /// Last learning rate as a fraction of the highest.
+    pub lr_floor: f64,
+    /// AdamW: decay of the first moment.
+    pub beta1: f64,
+    /// AdamW: decay of the second moment.
+    pub beta2: f64,
+    /// AdamW: added to the denominator.
+    pub adam_eps: f64,
+    /// AdamW: decoupled weight decay of matrices; norms are never decayed.
+    pub weight_decay: f64,
+    /// Largest global gradient norm; 0 turns clipping off.
+    pub clip: f64,
+    /// Steps of the training-time test.
+    pub ttt_steps: usize,
+    /// Weight of step k relative to step k-1.
+    pub step_decay: f64,
+    /// Which rows are trained.
+    pub mask_mode: MaskMode,
+    /// Batches summed into one optimizer step.
+    pub accumulate: usize,
+}
+
+impl Default for TrainSection {
+    fn default() -> Self {
+        Self {
+            epochs: 1,
+            max_steps: 0,
+            seed: 0,
+            lr: 1e-4,
+            warmup_steps: 20,
+            schedule: Decay::Cosine,
+            lr_floor: 0.0,
+            beta1: 0.9,
+            beta2: 0.95,
+            adam_eps: 1e-8,
+            weight_decay: 0.0,
+            clip: 0.5,
+            ttt_steps: 7,
+            step_decay: 0.8,
+            mask_mode: MaskMode::Chain,
+            accumulate: 1,
+        }
+    }
+}
+
+/// Settings of checkpoints and evaluation during training.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct CheckpointSection {
+    /// Directory of the run: metrics, checkpoints.
+    pub run_dir: PathBuf,
+    /// Optimizer steps between checkpoints.
+    pub checkpoint_every: u64,
+    /// Newest checkpoints kept, beside the best.
+    pub keep_last: usize,
+    /// Optimizer steps between evaluations on the held-out samples.
+    pub eval_every: u64,
+}
+
+impl Default for CheckpointSection {
+    fn default() -> Self {
+        Self { run_dir: PathBuf::new(), checkpoint_every: 200, keep_last: 2, eval_every: 200 }
+    }
+}
+
+impl FitConfig {
+    /// Checks ranges that the types do not; the error names the key.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        let (data, train, keep) = (&self.data, &self.train, &self.checkpoint);
+        let rules: [(bool, &str, String, &str); 16] = [
+            (
+                !data.dataset.as_os_str().is_empty(),
+                "data.dataset",
+                String::new(),
+                "the directory written by `extractor run`",
+            ),
+            (
+                (0.0..1.0).contains(&data.held_out),
+                "data.held_out",
+                data.held_out.to_string(),
+                "0 to below 1",
+            ),
+            positive("data.max_tokens", data.max_tokens as u64),
+            positive("data.prefetch", data.prefetch as u64),
+            positive("train.epochs", train.epochs),
+            positive_real("train.lr", train.lr),
+            unit("train.lr_floor", train.lr_floor),
+            unit("train.beta1", train.beta1),
+            unit("train.beta2", train.beta2),
+            positive_real("train.adam_eps", train.adam_eps),
+            (
+                train.weight_decay >= 0.0 && train.clip >= 0.0,
+                "train.weight_decay",
+                format!("{} (clip {})", train.weight_decay, train.clip),
+                "at least 0, as train.clip",
+            ),
+            (
+                (1..=16).contains(&train.ttt_steps),
+                "train.ttt_steps",
+                train.ttt_steps.to_string(),
+                "1 to 16",
+            ),
+            positive_real("train.step_decay", train.step_decay),
+            positive("train.accumulate", train.accumulate as u64),
+            (
+                !keep.run_dir.as_os_str().is_empty(),
+                "checkpoint.run_dir",
+                String::new(),
+                "a directory for the run",
+            ),
+            positive(
+                "checkpoint.checkpoint_every",
+                keep.checkpoint_every.min(keep.eval_every).min(keep.keep_last as u64),
+            ),
+        ];
+        match rules.into_iter().find(|(holds, ..)| !holds) {
+            None => Ok(()),
+            Some((_, key, value, expected)) => Err(ConfigError::Value {
+                key: key.to_owned(),
+                value,
+                expected: expected.to_owned(),
+            }),
+        }
+    }
+}
+
+type Rule<'a> = (bool, &'a str, String, &'a str);
+
+fn positive(key: &str, value: u64) -> Rule<'_> {
+    (value > 0, key, value.to_string(), "at least 1")
+}
+
+fn positive_real(key: &str, value: f64) -> Rule<'_> {
+    (value > 0.0 && value.is_finite(), key, value.to_string(), "above 0")
+}
+
+fn unit(key: &str, value: f64) -> Rule<'_> {
+    ((0.0..1.0).contains(&value), key, value.to_string(), "0 to below 1")
+}

@@ -1,0 +1,264 @@
+//! The recorded data set as training sees it: which samples, in which split, in which order. Knows
+//! no batches and no tensors on a device.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use shared::manifest::{Manifest, ManifestError};
+use shared::{
+    CaptureSpec, CapturedSample, DatasetDir, Digest, HeaderLimits, SampleId, ShardError,
+    ShardReader, TokenSample,
+};
+use thiserror::Error;
+
+/// Open shards kept at a time by one reader.
+const OPEN_SHARDS: usize = 64;
+
+/// One committed sample.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SampleEntry {
+    /// Content hash.
+    pub id: SampleId,
+    /// File name inside `shards/`.
+    pub shard_file: String,
+    /// Number of tokens.
+    pub tokens: usize,
+    /// Tokens with loss mask 1.
+    pub trainable_tokens: usize,
+}
+
+/// A data set opened read-only.
+#[derive(Clone, Debug)]
+pub struct ManifestDataset {
+    dir: DatasetDir,
+    spec: CaptureSpec,
+    fingerprint: Digest,
+    samples: Vec<SampleEntry>,
+}
+
+/// Indices of samples that are trained on, and of those that are not. Disjoint by construction:
+/// each sample's id decides alone.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Split {
+    /// Trained on.
+    pub train: Vec<usize>,
+    /// Kept for evaluation.
+    pub held_out: Vec<usize>,
+}
+
+impl ManifestDataset {
+    /// Opens `DIR/manifest.sqlite`; reads no shard yet.
+    pub fn open(dir: &Path) -> Result<Self, DatasetError> {
+        let manifest = Manifest::open_read(dir)?;
+        let samples = manifest.samples()?.into_iter().map(|row| SampleEntry {
+            id: row.id,
+            shard_file: row.shard_file,
+            tokens: row.tokens,
+            trainable_tokens: row.trainable_tokens,
+        });
+        let mut samples: Vec<SampleEntry> = samples.collect();
+        samples.sort_by_key(|sample| sample.id);
+        if samples.is_empty() {
+            return Err(DatasetError::Empty { path: dir.display().to_string() });
+        }
+        let (spec, fingerprint) = (manifest.spec().clone(), manifest.fingerprint().digest());
+        Ok(Self { dir: DatasetDir::new(dir), spec, fingerprint, samples })
+    }
+
+    /// Layers, width and storage type of every sample.
+    pub fn spec(&self) -> &CaptureSpec {
+        &self.spec
+    }
+
+    /// Digest of everything that decided the recorded bytes.
+    pub fn fingerprint(&self) -> Digest {
+        self.fingerprint
+    }
+
+    /// Where its files are.
+    pub fn dir(&self) -> &DatasetDir {
+        &self.dir
+    }
+
+    /// All samples, ordered by id.
+    pub fn samples(&self) -> &[SampleEntry] {
+        &self.samples
+    }
+
+    /// Splits by a hash of each sample's id: about `held_out` of the samples are kept out, the same
+    /// ones whatever else is in the data set.
+    pub fn split(&self, held_out: f64) -> Split {
+        let (held_out, train) =
+            (0..self.samples.len()).partition(|&at| is_held_out(self.samples[at].id, held_out));
+        Split { train, held_out }
+    }
+
+    /// The order of `indices` in an epoch: a function of seed, epoch and sample ids only.
+    pub fn order(&self, indices: &[usize], seed: u64, epoch: u64) -> Vec<usize> {
+        let key = |&at: &usize| {
+            let mut hasher = blake3::Hasher::new();
+            hasher.update(b"order").update(&seed.to_le_bytes()).update(&epoch.to_le_bytes());
+            hasher.update(&self.samples[at].id.0);
+            *hasher.finalize().as_bytes()
+        };
+        let mut order = indices.to_vec();
+        order.sort_by_cached_key(key);
+        order
+    }
+
+    /// A reader of samples with its own open shards.
+    pub fn reader(&self) -> SampleReader<'_> {
+        SampleReader { dataset: self, open: HashMap::new() }
+    }
+}
+
+/// Whether a sample belongs to the held-out share.
+pub fn is_held_out(id: SampleId, share: f64) -> bool {
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(b"held out").update(&id.0);
+    let mut word = [0; 8];
+    hasher.finalize_xof().fill(&mut word);
+    // 53 bits fit an f64 exactly.
+    ((u64::from_le_bytes(word) >> 11) as f64) < share * (1u64 << 53) as f64
+}
+
+/// Reads samples of a data set, keeping some shards open.
+pub struct SampleReader<'a> {
+    dataset: &'a ManifestDataset,
+    open: HashMap<String, ShardReader>,
+}
+
+impl SampleReader<'_> {
+    /// Ids, mask and states of the sample at an index of [`ManifestDataset::samples`], checked
+    /// against the contract again.
+    pub fn read(&mut self, at: usize) -> Result<CapturedSample, DatasetError> {
+        let id = self.dataset.samples[at].id;
+        Ok(self.shard(at)?.read(id)?)
+    }
+
+    /// Ids and mask only.
+    pub fn read_tokens(&mut self, at: usize) -> Result<TokenSample, DatasetError> {
+        let id = self.dataset.samples[at].id;
+        Ok(self.shard(at)?.read_sample(id)?)
+    }
+
+    fn shard(&mut self, at: usize) -> Result<&ShardReader, DatasetError> {
+        let file = &self.dataset.samples[at].shard_file;
+        if !self.open.contains_key(file) {
+            if self.open.len() >= OPEN_SHARDS {
+                self.open.clear();
+            }
+            let path = self.dataset.dir.shards().join(file);
+            let reader = ShardReader::open(&path, &HeaderLimits::SHARD)?;
+            if *reader.fingerprint() != self.dataset.fingerprint {
+                return Err(DatasetError::Fingerprint {
+                    shard: file.clone(),
+                    expected: self.dataset.fingerprint,
+                    found: *reader.fingerprint(),
+                });
+            }
+            self.open.insert(file.clone(), reader);
+        }
+        self.open.get(file).ok_or_else(|| DatasetError::Closed { shard: file.clone() })
+    }
+}
+
+/// A data set that cannot be trained on.
+#[derive(Debug, Error)]
+pub enum DatasetError {
+    /// The manifest.
+    #[error(transparent)]
+    Manifest(#[from] ManifestError),
+    /// A shard or a sample in it.
+    #[error(transparent)]
+    Shard(#[from] ShardError),
+    /// Nothing recorded yet.
+    #[error("{path} holds no committed sample: run `extractor run` first")]
+    Empty {
+        /// The data set.
+        path: String,
+    },
+    /// A split without training samples.
+    #[error("no sample of {samples} can be trained on: {reason}")]
+    NoTraining {
+        /// Samples in the data set.
+        samples: usize,
+        /// Why not.
+        reason: &'static str,
+    },
+    /// A shard of another data set.
+    #[error(
+        "{shard} was written under fingerprint {found}, the manifest has {expected}: it belongs \
+            to another data set"
+    )]
+    Fingerprint {
+        /// The shard's file.
+        shard: String,
+        /// Digest in the manifest.
+        expected: Digest,
+        /// Digest in the shard.
+        found: Digest,
+    },
+    /// A shard that was opened and is not.
+    #[error("{shard} is not open")]
+    Closed {
+        /// The shard's file.
+        shard: String,
+    },
+    /// Layers that cannot feed a draft.
+    #[error(
+        "the data set holds {layers} layers: a draft needs at least one aux state and the last \
+            layer's"
+    )]
+    Layers {
+        /// Captured layers.
+        layers: usize,
+    },
+    /// The last captured layer is not the target's last.
+    #[error(
+        "the last captured layer is {found}, the target's last is {expected}: the teacher would \
+            be the wrong state; record layer {expected} too"
+    )]
+    Teacher {
+        /// Last captured layer.
+        found: u16,
+        /// Last layer of the target.
+        expected: usize,
+    },
+    /// A batch whose parts do not fit.
+    #[error(transparent)]
+    Batch(#[from] crate::batch::BatchError),
+    /// The prefetching thread ended without a reason.
+    #[error("the thread that reads the data set stopped unexpectedly")]
+    Stopped,
+}
+
+impl DatasetError {
+    /// Process exit code.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Manifest(error) => error.exit_code(),
+            Self::Shard(error) => error.exit_code(),
+            Self::Closed { .. } | Self::Stopped => 70,
+            _ => 65,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn id(n: u32) -> SampleId {
+        SampleId::of(&[n], &[1])
+    }
+
+    #[test]
+    fn the_held_out_share_is_met_and_grows_by_inclusion() {
+        let count = |share: f64| (0..4000).filter(|&n| is_held_out(id(n), share)).count();
+        assert_eq!((count(0.0), count(1.0)), (0, 4000));
+        assert!((350..450).contains(&count(0.1)), "{}", count(0.1));
+        // A larger share keeps every sample out that a smaller one does.
+        assert!((0..4000).all(|n| !is_held_out(id(n), 0.1) || is_held_out(id(n), 0.2)));
+    }
+}

@@ -1,0 +1,42 @@
+//! config.json of `Eagle3DeepseekV2ForCausalLM`. Knows no tensors.
+
+use serde_json::{Map, Value};
+
+use super::{ExportError, LayerIds, common, put_rope};
+use crate::checkpoint::Checkpoint;
+use crate::draft::AttentionConfig;
+use crate::target::TargetConfig;
+
+pub(super) fn config(
+    checkpoint: &Checkpoint,
+    target: &TargetConfig,
+    layer_ids: &LayerIds,
+) -> Result<Map<String, Value>, ExportError> {
+    let mut config = Map::new();
+    config.insert("architectures".into(), vec!["Eagle3DeepseekV2ForCausalLM"].into());
+    config.insert("model_type".into(), "kimi_k2".into());
+    config.extend(common(checkpoint, target, layer_ids)?);
+    let draft = &checkpoint.state.draft;
+    config.insert("num_key_value_heads".into(), draft.num_attention_heads.into());
+    if let AttentionConfig::Mla {
+        q_lora_rank,
+        kv_lora_rank,
+        qk_nope_head_dim,
+        qk_rope_head_dim,
+        v_head_dim,
+    } = draft.attention
+    {
+        for (key, value) in [
+            ("q_lora_rank", q_lora_rank),
+            ("kv_lora_rank", kv_lora_rank),
+            ("qk_nope_head_dim", qk_nope_head_dim),
+            ("qk_rope_head_dim", qk_rope_head_dim),
+            ("v_head_dim", v_head_dim),
+        ] {
+            config.insert(key.into(), value.into());
+        }
+    }
+    // The engines' DeepSeek attention reads mscale and mscale_all_dim itself.
+    put_rope(&mut config, checkpoint, false);
+    Ok(config)
+}

@@ -1,0 +1,126 @@
+//! Why a training run ends early. Knows only the errors of its parts.
+
+use std::path::PathBuf;
+
+use thiserror::Error;
+
+use crate::acceptance::EvaluateError;
+use crate::batch::BatchError;
+use crate::checkpoint::CheckpointError;
+use crate::config::ConfigError;
+use crate::dataset::DatasetError;
+use crate::draft::{DraftConfigError, ParamShapeError, VocabularyError};
+use crate::optimizer::GradientError;
+use crate::run_log::RunLogError;
+use crate::target::TargetError;
+use crate::ttt::TttError;
+use crate::vocab::VocabError;
+
+/// A training run that stopped. The newest checkpoint stays valid in every case.
+#[derive(Debug, Error)]
+pub enum FitError {
+    /// Settings.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The data set.
+    #[error(transparent)]
+    Dataset(#[from] DatasetError),
+    /// The target's head or config.json.
+    #[error(transparent)]
+    Target(#[from] TargetError),
+    /// The draft vocabulary.
+    #[error(transparent)]
+    Vocab(#[from] VocabError),
+    /// A checkpoint.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// Sizes of the draft.
+    #[error(transparent)]
+    Draft(#[from] DraftConfigError),
+    /// A parameter of the wrong shape.
+    #[error(transparent)]
+    Shape(#[from] ParamShapeError),
+    /// The mapping given to the training step.
+    #[error(transparent)]
+    Mapping(#[from] VocabularyError),
+    /// A batch.
+    #[error(transparent)]
+    Batch(#[from] BatchError),
+    /// The training step.
+    #[error(transparent)]
+    Ttt(#[from] TttError),
+    /// A gradient.
+    #[error(transparent)]
+    Gradient(#[from] GradientError),
+    /// An evaluation.
+    #[error(transparent)]
+    Evaluate(#[from] EvaluateError),
+    /// metrics.jsonl.
+    #[error(transparent)]
+    Log(#[from] RunLogError),
+    /// NaN or infinity before any update was made with it.
+    #[error(
+        "the loss is {loss} at step {step}, on samples {samples}: no update was made and no \
+            checkpoint written; audit the data set or lower train.lr"
+    )]
+    LossNotFinite {
+        /// Steps taken before.
+        step: u64,
+        /// The value.
+        loss: f64,
+        /// Samples of the batch.
+        samples: String,
+    },
+    /// A fresh start where a run exists.
+    #[error(
+        "{} already holds checkpoints: continue it with --resume, or choose another run_dir",
+        path.display()
+    )]
+    RunExists {
+        /// The run directory.
+        path: PathBuf,
+    },
+    /// A run continued on other data.
+    #[error(
+        "the data set's fingerprint is {current}, the run was started on {stored}: resume with \
+            the same data set, or start a new run_dir"
+    )]
+    OtherDataset {
+        /// Digest in the checkpoint.
+        stored: String,
+        /// Digest of the data set.
+        current: String,
+    },
+    /// A run continued with another draft vocabulary.
+    #[error(
+        "the draft vocabulary's digest is {current}, the run was started with {stored}: samples \
+            were added or the split changed; start a new run_dir"
+    )]
+    OtherVocab {
+        /// Digest in the checkpoint.
+        stored: String,
+        /// Digest built now.
+        current: String,
+    },
+}
+
+impl FitError {
+    /// Process exit code.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Config(error) => error.exit_code(),
+            Self::Dataset(error) => error.exit_code(),
+            Self::Target(error) => error.exit_code(),
+            Self::Vocab(error) => error.exit_code(),
+            Self::Checkpoint(error) => error.exit_code(),
+            Self::Draft(error) => error.exit_code(),
+            Self::Batch(error) => error.exit_code(),
+            Self::Ttt(error) => error.exit_code(),
+            Self::Gradient(error) => error.exit_code(),
+            Self::Evaluate(error) => error.exit_code(),
+            Self::Log(_) => 74,
+            Self::RunExists { .. } | Self::OtherDataset { .. } | Self::OtherVocab { .. } => 78,
+            Self::Shape(_) | Self::Mapping(_) | Self::LossNotFinite { .. } => 65,
+        }
+    }
+}

@@ -1,0 +1,269 @@
+//! What stays the same during a run: data set, split, target head, draft vocabulary, options.
+//! Knows no weights.
+
+use std::sync::Arc;
+
+use burn::tensor::backend::{AutodiffBackend, Backend};
+use burn::tensor::{Tensor, TensorData};
+
+use super::FitError;
+use crate::acceptance::{Evaluation, EvaluationPlan, evaluate};
+use crate::batch::{FrozenTarget, TargetWeights};
+use crate::config::{FitConfig, MaskMode};
+use crate::dataset::{DatasetError, ManifestDataset, Split};
+use crate::draft::{DraftConfig, DraftVocabulary, Eagle3Draft};
+use crate::loader::{Loader, LoaderPlan, LoaderState};
+use crate::masks;
+use crate::ops::DraftOps;
+use crate::target::{TargetConfig, TargetHead};
+use crate::tensors::{HostTensor, TensorFile};
+use crate::ttt::TttOptions;
+use crate::vocab::{TokenCounts, VocabMap};
+
+/// Rows of the input kept for the check after export.
+const GOLDEN_ROWS: usize = 16;
+
+/// The fixed parts of a run on backend `B`.
+#[derive(Debug)]
+pub struct Session<B: AutodiffBackend> {
+    /// Settings.
+    pub config: FitConfig,
+    /// The recorded samples.
+    pub dataset: Arc<ManifestDataset>,
+    /// Samples trained on, and not.
+    pub split: Split,
+    /// Draft vocabulary.
+    pub vocab: VocabMap,
+    /// Sizes of the draft.
+    pub draft: DraftConfig,
+    /// The target's config.json.
+    pub target: TargetConfig,
+    /// Steps, weights and masks of the training-time test.
+    pub options: TttOptions,
+    /// Optimizer steps of the whole run.
+    pub total_steps: u64,
+    /// A few rows of input for the check after export.
+    pub golden: TensorFile,
+    /// Where it runs.
+    pub device: B::Device,
+    /// The frozen target, for training.
+    pub frozen: FrozenTarget<B>,
+    frozen_inner: FrozenTarget<B::InnerBackend>,
+}
+
+impl<B> Session<B>
+where
+    B: AutodiffBackend + DraftOps,
+    B::InnerBackend: DraftOps,
+{
+    /// Opens the data set and everything that follows from it and the settings.
+    pub fn open(config: &FitConfig, device: &B::Device) -> Result<Self, FitError> {
+        let dataset = Arc::new(ManifestDataset::open(&config.data.dataset)?);
+        let head = TargetHead::load(&dataset.dir().target())?;
+        check_layers(&dataset, &head.config)?;
+        let split = split(&dataset, config)?;
+        let num_aux = dataset.spec().layers.len() - 1;
+        let draft = head.config.draft_config(&config.draft, num_aux)?;
+        let vocab = build_vocab(&dataset, &split.train, &draft, (config, &head.config))?;
+        tracing::info!(
+            "{} samples to train on, {} held out; draft vocabulary {} of {} covers {:.2} % of \
+                the trained tokens",
+            split.train.len(),
+            split.held_out.len(),
+            vocab.draft_vocab_size(),
+            vocab.target_vocab_size(),
+            100.0 * vocab.coverage(),
+        );
+        let golden = golden(&dataset, &split, &head)?;
+        let plan = loader_plan(config, &split);
+        let all = plan.total_steps(&dataset, config.train.accumulate);
+        let limit = config.train.max_steps;
+        let target = head.config.clone();
+        let frozen_inner = frozen_target::<B::InnerBackend>(head, &vocab, device)?;
+        Ok(Self {
+            options: ttt_options(config),
+            total_steps: if limit > 0 { all.min(limit) } else { all },
+            frozen: lift::<B>(&frozen_inner)?,
+            frozen_inner,
+            config: config.clone(),
+            dataset,
+            split,
+            vocab,
+            draft,
+            target,
+            golden,
+            device: device.clone(),
+        })
+    }
+
+    /// Starts reading training batches at a position.
+    pub fn loader(&self, state: LoaderState) -> Loader {
+        let plan = loader_plan(&self.config, &self.split);
+        Loader::start(self.dataset.clone(), plan, state, self.config.data.prefetch)
+    }
+
+    /// Acceptance on the held-out samples; `None` when there are none.
+    pub fn evaluate(
+        &self,
+        draft: &Eagle3Draft<B::InnerBackend>,
+    ) -> Result<Option<Evaluation>, FitError> {
+        if self.split.held_out.is_empty() {
+            return Ok(None);
+        }
+        let what = EvaluationPlan {
+            indices: &self.split.held_out,
+            max_tokens: self.config.data.max_tokens,
+            options: &self.options,
+        };
+        Ok(Some(evaluate(draft, &self.frozen_inner, &self.dataset, &what)?))
+    }
+
+    /// Rows of the target's head for the draft vocabulary, `[draft vocabulary, H]`.
+    pub fn draft_rows_of_lm_head(&self) -> Tensor<B::InnerBackend, 2> {
+        self.frozen_inner.draft_rows_of_lm_head()
+    }
+}
+
+/// Options of the training-time test.
+pub fn ttt_options(config: &FitConfig) -> TttOptions {
+    TttOptions {
+        steps: config.train.ttt_steps,
+        step_decay: config.train.step_decay,
+        mask_mode: match config.train.mask_mode {
+            MaskMode::Chain => masks::MaskMode::Chain,
+            MaskMode::SpecForge => masks::MaskMode::Specforge { zero_last_mask: true },
+        },
+        ..TttOptions::default()
+    }
+}
+
+fn loader_plan(config: &FitConfig, split: &Split) -> LoaderPlan {
+    LoaderPlan {
+        indices: split.train.clone(),
+        seed: config.train.seed,
+        epochs: config.train.epochs,
+        max_tokens: config.data.max_tokens,
+    }
+}
+
+fn check_layers(dataset: &ManifestDataset, target: &TargetConfig) -> Result<(), FitError> {
+    let layers = &dataset.spec().layers;
+    let last = match layers.last() {
+        Some(last) if layers.len() > 1 => last.0,
+        _ => return Err(DatasetError::Layers { layers: layers.len() }.into()),
+    };
+    let expected = target.num_hidden_layers()? - 1;
+    if usize::from(last) != expected {
+        return Err(DatasetError::Teacher { found: last, expected }.into());
+    }
+    Ok(())
+}
+
+/// The split without samples that no step can train on.
+fn split(dataset: &ManifestDataset, config: &FitConfig) -> Result<Split, FitError> {
+    let mut split = dataset.split(config.data.held_out);
+    let trainable = |&at: &usize| dataset.samples()[at].trainable_tokens >= 2;
+    let before = split.train.len() + split.held_out.len();
+    split.train.retain(trainable);
+    split.held_out.retain(trainable);
+    let skipped = before - split.train.len() - split.held_out.len();
+    if skipped > 0 {
+        tracing::warn!("{skipped} of {before} samples have fewer than two trained tokens: skipped");
+    }
+    if split.train.is_empty() {
+        let reason = match skipped {
+            0 => "data.held_out keeps all of them out",
+            _ => "their loss masks are empty, or data.held_out keeps the others out",
+        };
+        return Err(DatasetError::NoTraining { samples: before, reason }.into());
+    }
+    if split.held_out.is_empty() && config.data.held_out > 0.0 {
+        tracing::warn!("no sample is held out: the best checkpoint cannot be chosen by acceptance");
+    }
+    Ok(split)
+}
+
+fn build_vocab(
+    dataset: &ManifestDataset,
+    train: &[usize],
+    draft: &DraftConfig,
+    (config, target): (&FitConfig, &TargetConfig),
+) -> Result<VocabMap, FitError> {
+    let fingerprint = dataset.fingerprint().to_string();
+    if draft.draft_vocab_size == draft.vocab_size {
+        return Ok(VocabMap::full(draft.vocab_size, &fingerprint));
+    }
+    let mut counts = TokenCounts::new(draft.vocab_size);
+    let mut reader = dataset.reader();
+    for &at in train {
+        let sample = reader.read_tokens(at)?;
+        counts.add(sample.input_ids(), sample.loss_mask())?;
+    }
+    let mut forced = target.eos_token_ids();
+    forced.extend(target.bos_token_id());
+    forced.extend(&config.draft.force_tokens);
+    Ok(VocabMap::build(&counts, draft.draft_vocab_size, &forced, &fingerprint)?)
+}
+
+fn golden(
+    dataset: &ManifestDataset,
+    split: &Split,
+    head: &TargetHead,
+) -> Result<TensorFile, FitError> {
+    let mut file = TensorFile::default();
+    let longest = split.held_out.iter().chain(&split.train);
+    let Some(&at) = longest.max_by_key(|&&at| dataset.samples()[at].tokens) else {
+        return Ok(file);
+    };
+    let sample = dataset.reader().read(at)?;
+    let (ids, width) = (sample.sample().input_ids(), head.hidden_size);
+    let rows = GOLDEN_ROWS.min(ids.len().saturating_sub(1));
+    let fed: Vec<i64> = ids.iter().skip(1).take(rows).map(|&id| i64::from(id)).collect();
+    let embeds: Vec<f32> = fed
+        .iter()
+        .flat_map(|&id| head.embed_tokens.iter().skip(id as usize * width).take(width).copied())
+        .collect();
+    file.tensors.insert("input_ids".into(), HostTensor::i64(&fed));
+    file.tensors.insert("embeds".into(), HostTensor::f32(&embeds, &[rows, width]));
+    for (n, state) in sample.states().iter().rev().skip(1).rev().enumerate() {
+        let values = state.rows.to_f32();
+        let kept = values.get(..rows * width).unwrap_or_default();
+        file.tensors.insert(format!("aux.{n}"), HostTensor::f32(kept, &[rows, width]));
+    }
+    Ok(file)
+}
+
+/// Puts the target's head on a device.
+pub fn frozen_target<B: Backend>(
+    head: TargetHead,
+    vocab: &VocabMap,
+    device: &B::Device,
+) -> Result<FrozenTarget<B>, FitError> {
+    let (rows, width) = (head.vocab_size, head.hidden_size);
+    let matrix = |v: Vec<f32>| Tensor::from_data(TensorData::new(v, [rows, width]), device);
+    let weights = TargetWeights {
+        embed_tokens: matrix(head.embed_tokens),
+        norm: Tensor::from_data(TensorData::new(head.norm, [width]), device),
+        norm_eps: head.rms_norm_eps,
+        lm_head: matrix(head.lm_head),
+    };
+    Ok(FrozenTarget::new(weights, mapping(vocab)?)?)
+}
+
+/// The mapping in the form the training step takes.
+pub fn mapping(vocab: &VocabMap) -> Result<DraftVocabulary, FitError> {
+    Ok(DraftVocabulary::from_targets(vocab.draft_to_target(), vocab.target_vocab_size())?)
+}
+
+/// The same tensors on the differentiating backend; storage is shared.
+fn lift<B: AutodiffBackend>(
+    inner: &FrozenTarget<B::InnerBackend>,
+) -> Result<FrozenTarget<B>, FitError> {
+    let weights = TargetWeights {
+        embed_tokens: Tensor::from_inner(inner.embed_tokens.clone()),
+        norm: Tensor::from_inner(inner.head.norm.clone()),
+        norm_eps: inner.head.norm_eps,
+        lm_head: Tensor::from_inner(inner.head.lm_head.clone()),
+    };
+    Ok(FrozenTarget::new(weights, inner.vocabulary.clone())?)
+}

@@ -1,0 +1,154 @@
+//! What a run shows: `metrics.jsonl` with slash names, a bar with rate and ETA on a terminal, log
+//! lines elsewhere. Knows no model.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressStyle};
+use serde_json::{Map, Value};
+use shared::durable;
+use thiserror::Error;
+
+/// Time between log lines where there is no terminal.
+const LOG_EVERY: Duration = Duration::from_secs(10);
+
+/// Values of one optimizer step, by name.
+pub type Record = Map<String, Value>;
+
+/// Appends records and shows progress.
+#[derive(Debug)]
+pub struct RunLog {
+    path: PathBuf,
+    file: File,
+    bar: ProgressBar,
+    last_line: Instant,
+    started: Instant,
+    first_step: u64,
+    total_steps: u64,
+}
+
+/// The log that could not be written.
+#[derive(Debug, Error)]
+pub enum RunLogError {
+    /// The operating system refused.
+    #[error("writing {}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// Its reason.
+        #[source]
+        source: io::Error,
+    },
+    /// Rewriting it after a resume.
+    #[error(transparent)]
+    Durable(#[from] shared::DurableError),
+}
+
+impl RunLog {
+    /// Opens the log of a run that continues after `step`: records of later steps, which will be
+    /// made again, are removed.
+    pub fn open(path: &Path, step: u64, total_steps: u64) -> Result<Self, RunLogError> {
+        let io = |source| RunLogError::Io { path: path.to_owned(), source };
+        if path.exists() {
+            let text = std::fs::read_to_string(path).map_err(io)?;
+            let mut kept = String::new();
+            for line in text.lines().filter(|line| step_of(line).is_some_and(|s| s <= step)) {
+                kept.push_str(line);
+                kept.push('\n');
+            }
+            if kept != text {
+                durable::write_file(path, kept.as_bytes())?;
+            }
+        }
+        let file = OpenOptions::new().create(true).append(true).open(path).map_err(io)?;
+        let bar = match io::stderr().is_terminal() {
+            true => ProgressBar::new(total_steps).with_style(style()),
+            false => ProgressBar::hidden(),
+        };
+        bar.set_position(step);
+        let now = Instant::now();
+        Ok(Self {
+            path: path.to_owned(),
+            file,
+            bar,
+            last_line: now,
+            started: now,
+            first_step: step,
+            total_steps,
+        })
+    }
+
+    /// Appends a record of a step.
+    pub fn record(&mut self, step: u64, mut values: Record) -> Result<(), RunLogError> {
+        let mut line = Map::new();
+        line.insert("step".to_owned(), step.into());
+        line.append(&mut values);
+        let mut text = Value::Object(line).to_string();
+        text.push('\n');
+        self.file
+            .write_all(text.as_bytes())
+            .map_err(|source| RunLogError::Io { path: self.path.clone(), source })
+    }
+
+    /// Shows that a step is done; `message` is a short state such as loss and acceptance.
+    pub fn progress(&mut self, step: u64, message: &str) {
+        self.bar.set_position(step);
+        self.bar.set_message(message.to_owned());
+        let last = step == self.total_steps;
+        if self.bar.is_hidden() && (last || self.last_line.elapsed() >= LOG_EVERY) {
+            self.last_line = Instant::now();
+            let done = (step - self.first_step).max(1) as f64;
+            let left = self.total_steps.saturating_sub(step) as f64;
+            let eta = self.started.elapsed().as_secs_f64() / done * left;
+            tracing::info!("step {step}/{}  {message}  eta {eta:.0} s", self.total_steps);
+        }
+    }
+
+    /// Takes the bar away.
+    pub fn finish(&self) {
+        self.bar.finish_and_clear();
+    }
+}
+
+fn style() -> ProgressStyle {
+    let template = "{bar:30} {pos}/{len} steps  {per_sec}  eta {eta}  {msg}";
+    ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar())
+}
+
+fn step_of(line: &str) -> Option<u64> {
+    serde_json::from_str::<Value>(line).ok()?.get("step")?.as_u64()
+}
+
+/// `name_0`, `name_1`, ... for the values of each depth.
+pub fn put_depths(record: &mut Record, name: &str, values: &[f64]) {
+    for (depth, value) in values.iter().enumerate() {
+        record.insert(format!("{name}_{depth}"), (*value).into());
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::disallowed_methods)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn records_after_the_resumed_step_are_removed_and_a_torn_line_too() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics.jsonl");
+        let mut log = RunLog::open(&path, 0, 9).unwrap();
+        for step in 1..=4 {
+            let mut record = Record::new();
+            put_depths(&mut record, "train/acc", &[0.5, 0.25]);
+            log.record(step, record).unwrap();
+        }
+        std::fs::write(&path, std::fs::read_to_string(&path).unwrap() + "{\"step\": 2, \"tr")
+            .unwrap();
+        RunLog::open(&path, 2, 9).unwrap();
+        let lines = std::fs::read_to_string(&path).unwrap();
+        let expected = "{\"step\":1,\"train/acc_0\":0.5,\"train/acc_1\":0.25}\n\
+                        {\"step\":2,\"train/acc_0\":0.5,\"train/acc_1\":0.25}\n";
+        assert_eq!(lines, expected);
+    }
+}

@@ -1,0 +1,114 @@
+//! The binary: fit, resume, evaluate, export and config on a synthetic data set; exit codes.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::disallowed_methods)]
+
+mod support;
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+fn trainer(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_trainer")).args(args).output().unwrap()
+}
+
+fn json(args: &[&str]) -> Value {
+    let output = trainer(args);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{args:?}: {errors}");
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+#[test]
+fn from_a_data_set_to_an_export() {
+    let dir = tempfile::tempdir().unwrap();
+    let (data, run, out) =
+        (dir.path().join("data"), dir.path().join("run"), dir.path().join("out"));
+    support::dataset(&data, 40);
+    let file = dir.path().join("fit.toml");
+    let config = "[data]\nheld_out = 0.25\nmax_tokens = 96\n[draft]\ndraft_vocab_size = 44\n\
+                  [train]\nlr = 5e-3\nttt_steps = 3\n[checkpoint]\ncheckpoint_every = 4\n";
+    std::fs::write(&file, config).unwrap();
+    let fit = ["fit", "--json", "--config", text(&file), "--dataset", text(&data)];
+    let report = json(&[&fit[..], &["--run-dir", text(&run), "--max-steps", "6"]].concat());
+    assert_eq!((&report["steps"], &report["new_steps"]), (&6.into(), &6.into()));
+
+    // Without --config the stored settings are used; the finished run has nothing left to do.
+    let report = json(&["fit", "--json", "--resume", text(&run)]);
+    assert_eq!(report["new_steps"], 0);
+    let changed = trainer(&["fit", "--resume", text(&run), "--lr", "0.5"]);
+    assert_eq!(changed.status.code(), Some(78));
+    let errors = String::from_utf8_lossy(&changed.stderr);
+    assert!(errors.contains("train.lr") && errors.contains("0.005"), "{errors}");
+
+    let length = |draft: &Path| {
+        let evaluation = json(&[
+            "evaluate",
+            text(draft),
+            "--dataset",
+            text(&data),
+            "--held-out-share",
+            "0.25",
+            "--ttt-steps",
+            "3",
+            "--json",
+        ]);
+        evaluation["all"]["acceptance_length"].as_f64().unwrap()
+    };
+    let best = report["acceptance_length"].as_f64().unwrap();
+    assert!((length(&run) - best).abs() < 1e-9);
+    let export = json(&["export", text(&run), text(&out), "--engine", "vllm", "--json"]);
+    assert_eq!(export["layer_ids"]["top_level"], serde_json::json!([1, 2, 3]));
+    let again = dir.path().join("again");
+    let printed = trainer(&["export", text(&run), text(&again), "--engine", "vllm"]).stdout;
+    let printed = String::from_utf8(printed).unwrap();
+    let launch: Vec<&str> = printed.lines().filter(|line| line.contains("TARGET_MODEL")).collect();
+    assert_eq!(launch.len(), 2, "{printed}");
+    assert!(launch[0].contains("\"method\":\"eagle3\"") && launch[0].ends_with('\''));
+    assert!(launch[1].contains("EAGLE3 --speculative-draft-model-path"), "{}", launch[1]);
+    // bf16 weights, so nearly the same.
+    assert!((length(&out) - best).abs() < 0.1, "{} {best}", length(&out));
+}
+
+#[test]
+fn errors_have_their_exit_codes_and_say_what_to_do() {
+    let dir = tempfile::tempdir().unwrap();
+    let missing = dir.path().join("none");
+    for (args, code, words) in [
+        (vec!["fit", "--run-dir", "r"], 78, "data.dataset"),
+        (vec!["fit", "--clip", "often"], 78, "train.clip"),
+        (vec!["fit", "--resume", text(&missing)], 65, "no complete checkpoint"),
+        (vec!["export", text(&missing), "out"], 65, "BLAKE3SUMS"),
+        (vec!["evaluate"], 2, "DRAFT"),
+    ] {
+        let output = trainer(&args);
+        let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(code), "{args:?}: {errors}");
+        assert!(errors.contains(words), "{args:?}: {errors}");
+        assert!(output.stdout.is_empty());
+    }
+    let bad = dir.path().join("bad.toml");
+    std::fs::write(&bad, "[train]\nlearning_rate = 1\n").unwrap();
+    let output = trainer(&["config", "--config", text(&bad)]);
+    assert_eq!(output.status.code(), Some(78));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("learning_rate"));
+}
+
+#[test]
+fn the_printed_configuration_names_origins_and_reads_back() {
+    let dir = tempfile::tempdir().unwrap();
+    let output = trainer(&["config", "--lr", "0.125", "--fc-norm", "--norm-output", "false"]);
+    let printed = String::from_utf8(output.stdout).unwrap();
+    let line = |key: &str| printed.lines().find(|l| l.starts_with(key)).unwrap().to_owned();
+    assert!(line("lr = 0.125").ends_with("(flag)"));
+    assert!(line("fc_norm = true").ends_with("(flag)"));
+    assert!(line("clip = 0.5").ends_with("(default)"));
+    let file = dir.path().join("again.toml");
+    std::fs::write(&file, &printed).unwrap();
+    let again = json(&["config", "--json", "--config", text(&file)]);
+    assert_eq!(again["train"]["lr"], 0.125);
+}

@@ -1,0 +1,239 @@
+//! The training loop on a synthetic data set: it learns, and it continues bit for bit.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::disallowed_methods)]
+
+mod support;
+
+use std::path::Path;
+
+use burn::backend::{Autodiff, Flex};
+use trainer::checkpoint::{Checkpoint, Parts, RunDir};
+use trainer::config::{FitConfig, Layout};
+use trainer::dataset::ManifestDataset;
+use trainer::fit::{self, FitError, FitReport, Start};
+
+type Backend = Autodiff<Flex>;
+
+fn run(config: &FitConfig, start: Start) -> Result<FitReport, FitError> {
+    fit::run::<Backend>(config, start, &Default::default())
+}
+
+fn bytes(dir: &Path, name: &str) -> Vec<u8> {
+    std::fs::read(dir.join(name)).unwrap()
+}
+
+#[test]
+fn acceptance_rises_and_the_best_checkpoint_is_kept() {
+    let dir = tempfile::tempdir().unwrap();
+    let (data, out) = (dir.path().join("data"), dir.path().join("run"));
+    support::dataset(&data, 80);
+    let mut config = support::config(&data, &out);
+    config.train.epochs = 6;
+    config.checkpoint.eval_every = 20;
+    config.checkpoint.checkpoint_every = 30;
+    config.checkpoint.keep_last = 1;
+    let report = run(&config, Start::Fresh).unwrap();
+    let length = report.acceptance_length.unwrap();
+    assert!(length > 2.5, "acceptance length {length}");
+    let run_dir = RunDir::new(&out);
+    let steps = run_dir.steps().unwrap();
+    assert!(steps.len() <= 2 && steps.contains(&report.steps), "{steps:?}");
+    assert_eq!(run_dir.best().unwrap(), report.best);
+    let log = std::fs::read_to_string(run_dir.metrics()).unwrap();
+    for name in ["train/loss", "train/acc_2", "eval/acceptance_length", "lr", "grad_norm"] {
+        assert!(log.contains(&format!("\"{name}\"")), "{name}");
+    }
+    // Started again, a finished run does no work.
+    assert_eq!(run(&config, Start::Resume).unwrap().new_steps, 0);
+    assert!(matches!(run(&config, Start::Fresh), Err(FitError::RunExists { .. })));
+}
+
+/// N steps in one go against k steps, a new process's state, and the rest.
+fn resume_is_exact(layout: Layout, accumulate: usize) {
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("data");
+    support::dataset(&data, 40);
+    let mut straight = support::config(&data, &dir.path().join("straight"));
+    straight.draft.layout = layout;
+    straight.train.epochs = 2;
+    straight.train.accumulate = accumulate;
+    straight.checkpoint.eval_every = 3;
+    straight.checkpoint.checkpoint_every = 1;
+    straight.checkpoint.keep_last = 1000;
+    let report = run(&straight, Start::Fresh).unwrap();
+    assert!(report.steps >= 8, "{report:?}");
+    for k in [1, 2, report.steps / 2, report.steps - 1] {
+        let out = dir.path().join(format!("resumed-{k}"));
+        let resumed = FitConfig {
+            checkpoint: trainer::config::CheckpointSection {
+                run_dir: out.clone(),
+                ..straight.checkpoint.clone()
+            },
+            ..straight.clone()
+        };
+        // What a killed run leaves: its checkpoints up to k, and a log that goes further.
+        let kept = RunDir::new(&out).checkpoint(k);
+        std::fs::create_dir_all(&kept).unwrap();
+        for entry in
+            std::fs::read_dir(RunDir::new(&straight.checkpoint.run_dir).checkpoint(k)).unwrap()
+        {
+            let entry = entry.unwrap();
+            std::fs::copy(entry.path(), kept.join(entry.file_name())).unwrap();
+        }
+        let log = RunDir::new(&out).metrics();
+        std::fs::copy(RunDir::new(&straight.checkpoint.run_dir).metrics(), &log).unwrap();
+        let again = run(&resumed, Start::Resume).unwrap();
+        assert_eq!((again.steps, again.new_steps), (report.steps, report.steps - k));
+        for name in ["weights.safetensors", "optimizer.safetensors", "state.json"] {
+            assert!(
+                bytes(&report.checkpoint, name) == bytes(&again.checkpoint, name),
+                "{name} differs after resuming at {k}"
+            );
+        }
+        let losses = |path: &Path| -> Vec<String> {
+            let text = std::fs::read_to_string(path).unwrap();
+            let value = |line: &str| serde_json::from_str::<serde_json::Value>(line).unwrap();
+            text.lines()
+                .map(value)
+                .map(|v| format!("{} {} {}", v["step"], v["train/loss"], v["eval/loss_0"]))
+                .collect()
+        };
+        assert_eq!(losses(&log), losses(&RunDir::new(&straight.checkpoint.run_dir).metrics()));
+    }
+}
+
+#[test]
+fn resuming_is_bit_exact_llama() {
+    resume_is_exact(Layout::Llama, 1);
+}
+
+#[test]
+fn resuming_is_bit_exact_mla_with_accumulation() {
+    resume_is_exact(Layout::Mla, 2);
+}
+
+#[test]
+fn resuming_with_other_settings_or_data_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let (data, out) = (dir.path().join("data"), dir.path().join("run"));
+    support::dataset(&data, 20);
+    let mut config = support::config(&data, &out);
+    config.train.max_steps = 2;
+    run(&config, Start::Fresh).unwrap();
+    let mut other = config.clone();
+    other.train.lr = 0.5;
+    let error = run(&other, Start::Resume).unwrap_err();
+    let text = error.to_string();
+    assert!(text.contains("train.lr") && text.contains("0.5") && text.contains("0.005"), "{text}");
+    assert_eq!(error.exit_code(), 78);
+    // More samples change the counts behind the vocabulary.
+    let grown = dir.path().join("grown");
+    support::dataset(&grown, 30);
+    config.data.dataset = grown;
+    assert!(matches!(run(&config, Start::Resume), Err(FitError::OtherVocab { .. })));
+}
+
+#[test]
+fn accumulated_batches_are_one_large_batch() {
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("data");
+    support::dataset(&data, 24);
+    let first_record = |name: &str, max_tokens: usize, accumulate: usize| {
+        let mut config = support::config(&data, &dir.path().join(name));
+        config.data.max_tokens = max_tokens;
+        config.train.accumulate = accumulate;
+        config.train.max_steps = 1;
+        run(&config, Start::Fresh).unwrap();
+        let log = std::fs::read_to_string(dir.path().join(name).join("metrics.jsonl")).unwrap();
+        serde_json::from_str::<serde_json::Value>(log.lines().next().unwrap()).unwrap()
+    };
+    let (whole, parts) = (first_record("whole", 10_000, 1), first_record("parts", 60, 1000));
+    assert_eq!(whole["train/rows"], parts["train/rows"]);
+    for name in ["train/loss", "grad_norm", "train/acc_0", "train/acc_2"] {
+        let (a, b) = (whole[name].as_f64().unwrap(), parts[name].as_f64().unwrap());
+        assert!((a - b).abs() < 1e-5 * a.abs(), "{name}: {a} {b}");
+    }
+}
+
+#[test]
+fn a_run_that_blows_up_stops_before_the_update_and_keeps_its_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    let (data, out) = (dir.path().join("data"), dir.path().join("run"));
+    support::dataset(&data, 20);
+    let mut config = support::config(&data, &out);
+    config.train.lr = 1e30;
+    config.train.clip = 0.0;
+    config.checkpoint.checkpoint_every = 1;
+    let error = run(&config, Start::Fresh).unwrap_err();
+    let stopped = matches!(error, FitError::LossNotFinite { .. } | FitError::Gradient(_));
+    assert!(stopped && error.exit_code() == 65, "{error}");
+    for step in RunDir::new(&out).steps().unwrap() {
+        Checkpoint::load(&RunDir::new(&out).checkpoint(step), Parts::Everything).unwrap();
+    }
+}
+
+#[test]
+fn a_damaged_checkpoint_is_named_and_not_used() {
+    let dir = tempfile::tempdir().unwrap();
+    let (data, out) = (dir.path().join("data"), dir.path().join("run"));
+    support::dataset(&data, 20);
+    let mut config = support::config(&data, &out);
+    config.train.max_steps = 1;
+    let checkpoint = run(&config, Start::Fresh).unwrap().checkpoint;
+    for name in ["weights.safetensors", "optimizer.safetensors", "vocab.safetensors", "state.json"]
+    {
+        let path = checkpoint.join(name);
+        let good = std::fs::read(&path).unwrap();
+        let mut bad = good.clone();
+        let middle = bad.len() / 2;
+        bad[middle] ^= 1;
+        std::fs::write(&path, &bad).unwrap();
+        let error = Checkpoint::load(&checkpoint, Parts::Everything).unwrap_err();
+        assert!(error.to_string().contains(name), "{error}");
+        std::fs::write(&path, &good).unwrap();
+    }
+    Checkpoint::load(&checkpoint, Parts::Everything).unwrap();
+    std::fs::remove_file(checkpoint.join("BLAKE3SUMS")).unwrap();
+    assert!(Checkpoint::load(&checkpoint, Parts::Everything).is_err());
+    assert_eq!(RunDir::new(&out).steps().unwrap(), Vec::<u64>::new());
+}
+
+#[test]
+fn one_run_directory_has_one_writer() {
+    let dir = tempfile::tempdir().unwrap();
+    let run_dir = RunDir::new(dir.path());
+    let lock = run_dir.claim().unwrap();
+    let error = run_dir.claim().unwrap_err();
+    assert_eq!(error.exit_code(), 73);
+    assert!(error.to_string().contains("process"), "{error}");
+    drop(lock);
+    run_dir.claim().unwrap();
+}
+
+#[test]
+fn order_is_a_function_of_seed_and_epoch_and_splits_are_disjoint() {
+    let dir = tempfile::tempdir().unwrap();
+    let (small, large) = (dir.path().join("a"), dir.path().join("b"));
+    support::dataset(&small, 40);
+    support::dataset(&large, 60);
+    let (small, large) =
+        (ManifestDataset::open(&small).unwrap(), ManifestDataset::open(&large).unwrap());
+    let ids = |set: &ManifestDataset, at: &[usize]| -> Vec<_> {
+        at.iter().map(|&at| set.samples()[at].id).collect()
+    };
+    let split = small.split(0.3);
+    assert!(!split.train.is_empty() && !split.held_out.is_empty());
+    assert_eq!(split.train.len() + split.held_out.len(), 40);
+    assert!(split.train.iter().all(|at| !split.held_out.contains(at)));
+    // A sample stays on its side when the data set grows.
+    let grown = large.split(0.3);
+    let held = ids(&large, &grown.held_out);
+    assert!(ids(&small, &split.held_out).iter().all(|id| held.contains(id)));
+
+    let order = small.order(&split.train, 1, 0);
+    assert_eq!(order, small.order(&split.train, 1, 0));
+    assert_ne!(order, small.order(&split.train, 1, 1));
+    assert_ne!(order, small.order(&split.train, 2, 0));
+    let mut sorted = order.clone();
+    sorted.sort_unstable();
+    assert_eq!(sorted, split.train);
+}

@@ -1,0 +1,237 @@
+//! The CPU forms of the training operations against plain burn operations, with gradients.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use burn::backend::{Autodiff, Flex};
+use burn::tensor::{Tensor, TensorData};
+use proptest::prelude::*;
+use trainer::losses::LossKind;
+use trainer::ops::{
+    AdamWState, AdamWStep, AttentionPlan, DistillRows, DraftOps, RotaryTable, RowIndex, Segment,
+    TeacherHead, plain,
+};
+
+type B = Autodiff<Flex>;
+
+/// Numbers in -1..1 that differ by seed.
+fn numbers<const D: usize>(shape: [usize; D], seed: u64) -> Tensor<B, D> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let next = |_| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (state >> 40) as f32 / (1u32 << 23) as f32 - 1.0
+    };
+    let values: Vec<f32> = (0..shape.iter().product::<usize>()).map(next).collect();
+    Tensor::from_data(TensorData::new(values, shape), &Default::default())
+}
+
+fn leaf<const D: usize>(shape: [usize; D], seed: u64) -> Tensor<B, D> {
+    numbers(shape, seed).require_grad()
+}
+
+fn index(rows: &[u32]) -> RowIndex<B> {
+    RowIndex::new(rows.to_vec(), &Default::default())
+}
+
+#[track_caller]
+fn near<const D: usize>(got: Tensor<Flex, D>, want: Tensor<Flex, D>) {
+    assert_eq!(got.dims(), want.dims());
+    let (got, want) = (got.to_data(), want.to_data());
+    let largest = want.iter::<f32>().fold(1e-3f32, |max, x| max.max(x.abs()));
+    for (got, want) in got.iter::<f32>().zip(want.iter::<f32>()) {
+        assert!((got - want).abs() <= 2e-5 * largest, "{got} is not {want} (of {largest})");
+    }
+}
+
+/// Outputs, and gradients of a weighted sum of them, agree.
+macro_rules! assert_same {
+    ($seed:expr, $got:expr, $want:expr, [$($leaf:expr),+]) => {{
+        let (got, want) = ($got, $want);
+        near(got.clone().inner(), want.clone().inner());
+        let weights = numbers(want.dims(), $seed ^ 77);
+        let got = (got * weights.clone()).sum().backward();
+        let want = (want * weights).sum().backward();
+        $(near(
+            $leaf.grad(&got).expect(concat!("got ", stringify!($leaf))),
+            $leaf.grad(&want).expect(concat!("want ", stringify!($leaf))),
+        );)+
+    }};
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(20))]
+    #[test]
+    fn row_operations(
+        rows in 1usize..150,
+        width in 1usize..40,
+        out in 1usize..30,
+        seed in any::<u64>(),
+    ) {
+        let (x, w) = (leaf([rows, width], seed), leaf([out, width], seed ^ 1));
+        assert_same!(
+            seed,
+            B::project(x.clone(), w.clone()),
+            plain::project(x.clone(), w.clone()),
+            [x, w]
+        );
+        // A leaf whose graph was consumed would lose gradients of a second pair of graphs.
+        let (x, norm) = (leaf([rows, width], seed), leaf([width], seed ^ 2));
+        assert_same!(
+            seed,
+            B::rms_norm(x.clone(), norm.clone(), 1e-3),
+            plain::rms_norm(x.clone(), norm.clone(), 1e-3),
+            [x, norm]
+        );
+        let (x, up) = (leaf([rows, width], seed), leaf([rows, width], seed ^ 3));
+        assert_same!(
+            seed,
+            B::swiglu(x.clone() * 5.0, up.clone()),
+            plain::swiglu(x.clone() * 5.0, up.clone()),
+            [x, up]
+        );
+    }
+
+    #[test]
+    fn a_weight_used_twice_adds_up(rows in 1usize..20, seed in any::<u64>()) {
+        let (x, w) = (leaf([rows, 6], seed), leaf([6, 6], seed ^ 1));
+        let twice = |f: fn(Tensor<B, 2>, Tensor<B, 2>) -> Tensor<B, 2>| {
+            f(f(x.clone(), w.clone()), w.clone()) + x.clone().matmul(w.clone())
+        };
+        assert_same!(seed, twice(B::project), twice(plain::project), [x, w]);
+    }
+
+    #[test]
+    fn rotation(
+        positions in proptest::collection::vec(0u32..20, 1..90),
+        heads in 1usize..4,
+        pairs in 1usize..9,
+        interleaved in any::<bool>(),
+        seed in any::<u64>(),
+    ) {
+        let angles = numbers([20, pairs], seed ^ 5) * 3.0;
+        let table = RotaryTable { cos: angles.clone().cos(), sin: angles.sin(), interleaved };
+        let x = leaf([positions.len(), heads, 2 * pairs], seed);
+        let positions = index(&positions);
+        assert_same!(
+            seed,
+            B::rope(x.clone(), &table, &positions),
+            plain::rope(x.clone(), &table, &positions),
+            [x]
+        );
+    }
+
+    #[test]
+    fn attention(
+        documents in proptest::collection::vec((1usize..9, 1usize..9), 1..4),
+        (groups, each) in (1usize..3, 1usize..4),
+        (key, value) in (1usize..9, 1usize..9),
+        later in 0usize..4,
+        seed in any::<u64>(),
+    ) {
+        let (mut segments, mut visible) = (Vec::new(), Vec::new());
+        let (mut query, mut first) = (0, 0);
+        for (queries, keys) in documents {
+            // The last query sees the last key, earlier ones fewer.
+            let end = |row| first + keys.saturating_sub(queries - 1 - row).max(1);
+            let ends = (0..queries).map(end);
+            visible.extend(ends.map(|end| end as u32));
+            segments.push(Segment { queries: query..query + queries, keys: first..first + keys });
+            (query, first) = (query + queries, first + keys);
+        }
+        // At each later step the rows are reversed, so that places matter.
+        let own = vec![index(&(0..query as u32).rev().collect::<Vec<_>>()); later];
+        let plan = AttentionPlan { segments, visible: index(&visible), own, scale: 0.7 };
+        let queries = leaf([query, groups * each, key], seed);
+        let rows = |step: usize| if step == 0 { first } else { query };
+        let keys: Vec<_> =
+            (0..=later).map(|s| leaf([rows(s), groups, key], seed ^ (10 + s as u64))).collect();
+        let values: Vec<_> =
+            (0..=later).map(|s| leaf([rows(s), groups, value], seed ^ (20 + s as u64))).collect();
+        let all = || keys.iter().chain(&values).chain([&queries]);
+        let got = B::ttt_attention(queries.clone(), &keys, &values, &plan);
+        let want = plain::ttt_attention(queries.clone(), &keys, &values, &plan);
+        near(got.clone().inner(), want.clone().inner());
+        let weights = numbers(want.dims(), seed ^ 77);
+        let got = (got * weights.clone()).sum().backward();
+        let want = (want * weights).sum().backward();
+        for operand in all() {
+            near(operand.grad(&got).unwrap(), operand.grad(&want).unwrap());
+        }
+    }
+
+    #[test]
+    fn distillation(
+        mut states in proptest::collection::vec(0u32..30, 1..60),
+        at_once in 1usize..40,
+        seed in any::<u64>(),
+    ) {
+        let (width, vocabulary) = (6, 4500);
+        states.sort_unstable();
+        let draft: Vec<u32> = (0..vocabulary as u32).filter(|id| id % 7 < 2).collect();
+        let head = TeacherHead {
+            norm: numbers([width], seed ^ 3),
+            norm_eps: 1e-5,
+            lm_head: numbers([vocabulary, width], seed ^ 4) * 3.0,
+            draft_to_target: index(&draft),
+        };
+        let hidden = leaf([states.len(), width], seed);
+        let lm_head = leaf([draft.len(), width], seed ^ 1);
+        let all_states = numbers([30, width], seed ^ 2);
+        let weights = (0..states.len()).map(|row| (row % 3) as f32 * 0.3).collect();
+        let rows =
+            DistillRows {
+                states,
+                weights,
+                loss: LossKind::SoftCrossEntropy,
+                states_at_once: at_once,
+            };
+        let run = |f: fn(_, _, _, &TeacherHead<B>, &DistillRows) -> trainer::ops::Distilled<B>| {
+            f(hidden.clone(), lm_head.clone(), all_states.clone(), &head, &rows)
+        };
+        let (got, want) = (run(B::distill), run(plain::distill));
+        near(got.rows.inner(), want.rows.inner());
+        assert_same!(seed, got.loss, want.loss, [hidden, lm_head]);
+        prop_assert_eq!(
+            B::teacher_top(all_states.clone(), &head, at_once),
+            plain::teacher_top(all_states.clone(), &head, 30)
+        );
+    }
+}
+
+/// Numbers of two updates computed by hand from the definition.
+#[test]
+fn adamw_follows_its_definition() {
+    // A part of a larger tensor, whose storage must not be touched.
+    let whole = numbers([9], 1).inner();
+    let start = whole.clone().narrow(0, 2, 5);
+    let gradients = [numbers([5], 2).inner(), numbers([5], 3).inner()];
+    let mut state =
+        AdamWState { param: start.clone(), first: start.zeros_like(), second: start.zeros_like() };
+    for (at, gradient) in gradients.iter().enumerate() {
+        let step = AdamWStep {
+            learning_rate: 0.01,
+            beta1: 0.9,
+            beta2: 0.95,
+            epsilon: 1e-8,
+            weight_decay: 0.1,
+            number: at as u64 + 1,
+            gradient_scale: 0.5,
+        };
+        state = Flex::adamw_step(state, gradient.clone(), &step);
+    }
+    let host = |x: &Tensor<Flex, 1>| x.to_data().iter::<f64>().collect::<Vec<_>>();
+    let (got, start) = (host(&state.param), host(&start));
+    assert_eq!(host(&whole), host(&numbers([9], 1).inner()));
+    let gradients = gradients.each_ref().map(host);
+    for place in 0..5 {
+        let (mut x, mut m, mut v) = (start[place], 0.0, 0.0);
+        for (at, gradient) in gradients.iter().enumerate() {
+            let g = 0.5 * gradient[place];
+            m = 0.9 * m + 0.1 * g;
+            v = 0.95 * v + 0.05 * g * g;
+            let power = at as i32 + 1;
+            let (m, v) = (m / (1.0 - 0.9f64.powi(power)), v / (1.0 - 0.95f64.powi(power)));
+            x -= 0.01 * (m / (v.sqrt() + 1e-8) + 0.1 * x);
+        }
+        assert!((x - got[place]).abs() < 1e-6, "{x} {}", got[place]);
+    }
+}
