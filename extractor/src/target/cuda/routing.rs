@@ -74,7 +74,7 @@ impl RoutingMemory {
 
 impl Routing {
     /// Copies the choice to the host; the GPU has made it.
-    pub(super) fn to_host(&self, device: &Device) -> Result<RouterChoice, CudaError> {
+    pub(super) fn to_host(self, device: &Device) -> Result<RouterChoice, CudaError> {
         fn values<T: bytemuck::Pod>(
             device: &Device,
             vector: DeviceVector<T>,
