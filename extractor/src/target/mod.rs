@@ -5,6 +5,8 @@ mod config;
 mod cpu;
 mod error;
 mod experts;
+#[cfg(test)]
+pub(crate) mod fault;
 mod group;
 mod kv;
 mod model;

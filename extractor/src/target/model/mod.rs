@@ -8,7 +8,7 @@ mod mlp;
 mod moe;
 mod step;
 
-use shared::LayerIndex;
+use shared::{Digest, LayerIndex};
 
 use self::gqa::Gqa;
 use self::load::Loader;
@@ -79,6 +79,15 @@ pub(super) struct ForwardRequest {
     pub(super) cache: Option<(CacheId, usize)>,
     /// What to return.
     pub(super) wanted: Wanted,
+}
+
+impl ForwardRequest {
+    /// Digest of ids and sequence starts, by which ranks can tell that they run the same batch.
+    pub(super) fn digest(&self) -> Digest {
+        let ends = self.cu_seqlens.iter().flat_map(|end| (*end as u64).to_le_bytes());
+        let ids = self.ids.iter().flat_map(|id| id.to_le_bytes());
+        Digest::of(&ends.chain(ids).collect::<Vec<u8>>())
+    }
 }
 
 /// What a forward returns.
