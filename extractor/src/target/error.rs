@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use kernels::cuda::CudaError;
-use shared::LayerIndex;
+use shared::{Digest, LayerIndex};
 use thiserror::Error;
 
 use super::weights::WeightsError;
@@ -205,6 +205,36 @@ pub enum TargetError {
         /// The deadline of a batch.
         limit: Duration,
     },
+    /// A rank's forward ended with an error of device or engine.
+    #[error("rank {rank} died")]
+    RankFailed {
+        /// Which rank.
+        rank: usize,
+        /// What it said.
+        #[source]
+        source: Box<TargetError>,
+    },
+    /// A rank has run another batch than the others.
+    #[error(
+        "rank {rank} ran another batch ({found}) than was sent ({expected}): \
+         nothing of it is kept"
+    )]
+    Desync {
+        /// Which rank.
+        rank: usize,
+        /// Digest of the batch as it was sent.
+        expected: Digest,
+        /// Digest of what the rank ran.
+        found: Digest,
+    },
+    /// A batch needs more memory than there is.
+    #[error("rank {rank} is out of memory with a batch of {tokens} tokens")]
+    OutOfMemory {
+        /// Which rank.
+        rank: usize,
+        /// Tokens of the batch.
+        tokens: usize,
+    },
     /// The ranks were ended by an earlier error.
     #[error("the ranks of this target ended after an earlier error; open it again")]
     GroupEnded,
@@ -238,12 +268,29 @@ impl TargetError {
             | Self::Option { .. }
             | Self::Layer { .. }
             | Self::BatchTooLarge { .. } => 78,
-            Self::Deadline { .. } | Self::RankThread { .. } | Self::Nccl { .. } => 75,
-            Self::Cache { .. }
+            Self::Deadline { .. }
+            | Self::RankThread { .. }
+            | Self::Nccl { .. }
             | Self::RankPanicked { .. }
+            | Self::RankFailed { .. }
+            | Self::Desync { .. }
+            | Self::OutOfMemory { .. }
             | Self::CollectiveEnded { .. }
-            | Self::GroupEnded
-            | Self::Reply { .. } => 70,
+            | Self::GroupEnded => 75,
+            Self::Cache { .. } | Self::Reply { .. } => 70,
+        }
+    }
+
+    /// True where a rank died, so that another try may succeed.
+    pub fn is_death(&self) -> bool {
+        self.exit_code() == 75
+    }
+
+    /// What an error of device or engine is called when it comes from a forward.
+    pub(crate) fn of_forward(self, rank: usize) -> Self {
+        match self.exit_code() {
+            69 | 70 => Self::RankFailed { rank, source: Box::new(self) },
+            _ => self,
         }
     }
 

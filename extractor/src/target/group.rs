@@ -351,6 +351,8 @@ fn start_cpu(
     let collectives: Mutex<Vec<_>> = Mutex::new(collectives.into_iter().map(Some).collect());
     let threads = options.threads_per_rank();
     let (spec, plans, qa_norm_eps) = (spec.clone(), plans.to_vec(), options.qa_norm_eps);
+    #[cfg(test)]
+    let faults = options.faults.clone();
     Ranks::start(world_size, options.deadline, end, move |rank| {
         let mut ends = collectives.lock().unwrap_or_else(PoisonError::into_inner);
         let collective = ends.get_mut(rank).and_then(Option::take);
@@ -364,7 +366,10 @@ fn start_cpu(
             plan: plans[rank].clone(),
             qa_norm_eps,
         };
-        Ok(CpuRank { model: Model::load(parts)?, rank, pool: pool(threads)? })
+        let worker = CpuRank { model: Model::load(parts)?, rank, pool: pool(threads)? };
+        #[cfg(test)]
+        let worker = super::fault::Faulty { worker, rank, faults: faults.clone() };
+        Ok(worker)
     })
 }
 

@@ -6,6 +6,8 @@ mod cpu;
 mod cuda;
 mod error;
 mod experts;
+#[cfg(test)]
+pub(crate) mod fault;
 mod group;
 mod kv;
 mod model;

@@ -87,6 +87,9 @@ pub struct EngineOptions {
     pub threads: Option<NonZeroUsize>,
     /// Longest time for one batch.
     pub deadline: Duration,
+    /// What goes wrong, in tests.
+    #[cfg(test)]
+    pub(crate) faults: Vec<super::fault::Fault>,
 }
 
 impl EngineOptions {
@@ -102,6 +105,8 @@ impl EngineOptions {
             experts: ExpertPlan::Auto,
             threads: None,
             deadline: Duration::from_secs(600),
+            #[cfg(test)]
+            faults: Vec::new(),
         }
     }
 

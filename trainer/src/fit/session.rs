@@ -58,7 +58,8 @@ where
 {
     /// Opens the data set and everything that follows from it and the settings.
     pub fn open(config: &FitConfig, device: &B::Device) -> Result<Self, FitError> {
-        let dataset = Arc::new(ManifestDataset::open(&config.data.dataset)?);
+        let dataset = ManifestDataset::open(&config.data.dataset)?.with_verify(config.data.verify);
+        let dataset = Arc::new(dataset);
         let head = TargetHead::load(&dataset.dir().target())?;
         check_layers(&dataset, &head.config)?;
         let split = split(&dataset, config)?;

@@ -11,7 +11,7 @@ mod work;
 
 use std::ops::Range;
 
-use shared::LayerIndex;
+use shared::{Digest, LayerIndex};
 
 use self::gqa::Gqa;
 use self::load::Loader;
@@ -88,6 +88,15 @@ pub(super) struct ForwardRequest {
     pub(super) wanted: Wanted,
     /// On several ranks, one half of the batch is computed while sums of the other are taken.
     pub(super) overlap: bool,
+}
+
+impl ForwardRequest {
+    /// Digest of ids and sequence starts, by which ranks can tell that they run the same batch.
+    pub(super) fn digest(&self) -> Digest {
+        let ends = self.cu_seqlens.iter().flat_map(|end| (*end as u64).to_le_bytes());
+        let ids = self.ids.iter().flat_map(|id| id.to_le_bytes());
+        Digest::of(&ends.chain(ids).collect::<Vec<u8>>())
+    }
 }
 
 /// What a forward returns.
