@@ -138,6 +138,8 @@ impl Ops for CudaOps {
     type Rope = CudaRope;
     type Routing = Routing;
     type Experts = CudaExperts;
+    /// Gate above up, [2 x columns, hidden].
+    type GateUp = CudaLinear;
     type Captured = CudaCaptured;
 
     const SHARES_CAPTURE: bool = true;
@@ -147,6 +149,13 @@ impl Ops for CudaOps {
         let dtype = precision(room.precision, self.device.dtype);
         let buffer = CudaBuffer::new(&self.device.context, dtype, capacity);
         self.device.doing("take memory for a batch", buffer)
+    }
+
+    fn dtype(&self) -> &'static str {
+        match self.device.dtype {
+            Dtype::Bf16 => "bf16",
+            Dtype::F32 => "f32",
+        }
     }
 
     fn len(&self, buffer: &CudaBuffer) -> usize {
@@ -216,6 +225,16 @@ impl Ops for CudaOps {
         slice: &Slice,
     ) -> Result<CudaLinear, TargetError> {
         self.loader(source).linear(name, dims, slice)
+    }
+
+    fn load_gate_up(
+        &mut self,
+        source: &Source,
+        prefix: &str,
+        dims: [usize; 2],
+        slice: &Slice,
+    ) -> Result<CudaLinear, TargetError> {
+        self.loader(source).gate_up(prefix, dims, slice)
     }
 
     fn load_vector(
@@ -329,10 +348,20 @@ impl Ops for CudaOps {
         self.device.doing("add", result)
     }
 
-    fn silu_mul(&mut self, gate: &mut CudaBuffer, up: &CudaBuffer) -> Result<(), TargetError> {
-        let (gate, up) = (elements(gate), elements(up));
-        let result = self.device.launch().silu_mul(&gate, &gate, &up);
-        self.device.doing("activate", result)
+    fn gated(
+        &mut self,
+        (out, work): (&mut CudaBuffer, &mut CudaBuffer),
+        x: &CudaBuffer,
+        weights: &CudaLinear,
+    ) -> Result<(), TargetError> {
+        let columns = weights.out / 2;
+        let result = self.product(work, x, weights, Write::Set).and_then(|()| {
+            let both = work.rows(weights.out);
+            out.set_len(both.rows * columns)?;
+            let (gate, up) = (both.columns(0..columns), both.columns(columns..weights.out));
+            self.device.launch().silu_mul(&out.rows(columns), &gate, &up)
+        });
+        self.device.doing("multiply with gate and up", result)
     }
 
     fn rope(
@@ -357,6 +386,26 @@ impl Ops for CudaOps {
         let heads = DeviceHeads::of(x.rows(width), head_dim, head_dim - 2 * pairs);
         let result = self.device.launch().rope(&heads, &view);
         self.device.doing("rotate", result)
+    }
+
+    fn split_latent(
+        &mut self,
+        (latent, k_pe): (&mut CudaBuffer, &mut CudaBuffer),
+        down: &CudaBuffer,
+        (weight, eps): (&CudaBuffer, f32),
+        rope: usize,
+    ) -> Result<(), TargetError> {
+        let (width, device) = (weight.len(), &self.device);
+        let down = down.rows(width + rope);
+        let result = latent
+            .set_len(down.rows * width)
+            .and_then(|()| k_pe.set_len(down.rows * rope))
+            .and_then(|()| {
+                let (plain, rotated) = (down.columns(0..width), down.columns(width..width + rope));
+                device.launch().rms_norm(&latent.rows(width), &plain, weight.floats(), eps)?;
+                device.launch().copy(&k_pe.rows(rope), &rotated)
+            });
+        device.doing("split the latent", result)
     }
 
     fn expand_latent(

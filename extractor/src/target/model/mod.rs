@@ -130,7 +130,7 @@ impl ForwardOutput {
                 stage = "captured",
                 layer = captured.layer.0,
                 shape = ?captured.shape,
-                dtype = captured.pieces.first().map_or("none", |(_, rows)| rows.dtype()),
+                dtype = captured.dtype,
             );
         }
     }
@@ -142,6 +142,8 @@ pub(super) struct CapturedLayer {
     pub(super) layer: LayerIndex,
     /// Shape the rank holds.
     pub(super) shape: [usize; 2],
+    /// Number format the rank holds.
+    pub(super) dtype: &'static str,
     /// First row and values of the pieces that this rank copied to the host.
     pub(super) pieces: Vec<(usize, LayerRows)>,
 }
@@ -441,7 +443,8 @@ impl<'a> Reader<'a> {
             for (first, rows) in pieces {
                 arrived.push((first, ops.collect(rows)?));
             }
-            captured.push(CapturedLayer { layer, shape, pieces: arrived });
+            let dtype = ops.dtype();
+            captured.push(CapturedLayer { layer, shape, dtype, pieces: arrived });
         }
         // Layers come in the order of the model, and go in that of the request.
         let place = |layer| self.wanted.layers.iter().position(|&wanted| wanted == layer);
