@@ -1,6 +1,7 @@
 //! The device functions on an NVIDIA GPU. Memory is taken when the model is loaded, by a plan that
 //! is checked first. Knows nothing of layers; sums across GPUs are in [`nccl`].
 
+mod attention;
 mod buffer;
 mod capture;
 mod clock;
@@ -17,8 +18,8 @@ mod weights;
 use std::ops::Range;
 
 use kernels::cuda::{
-    Attention, CudaError, DeviceBuffer, DeviceHeads, DeviceMatrix, DeviceVector, Dtype,
-    LatentHeads, Product, RopeView, copy_on_device, download, upload,
+    DeviceBuffer, DeviceHeads, DeviceMatrix, DeviceVector, Dtype, LatentHeads, RopeView,
+    copy_on_device, download, upload,
 };
 
 use self::buffer::{CudaBuffer, CudaLinear};
@@ -26,7 +27,6 @@ use self::capture::{CaptureLane, CudaCaptured};
 use self::clock::EventClock;
 use self::device::Device;
 use self::experts::{CudaExperts, ExpertWork};
-use self::gemm::padded_rows;
 use self::inputs::Inputs;
 use self::memory::{Load, MemoryPlan, precision, room_values};
 pub(super) use self::rank::{ceiling, start, start_shape};
@@ -104,31 +104,6 @@ impl CudaOps {
         let rank = self.device.rank;
         let (found, expected) = (format!("no {what}"), "a model with routed experts".to_owned());
         TargetError::Reply { rank, found, expected }
-    }
-
-    fn product(
-        &mut self,
-        out: &mut CudaBuffer,
-        x: &CudaBuffer,
-        weight: &CudaLinear,
-        write: Write,
-    ) -> Result<(), CudaError> {
-        let rows = x.len() / weight.input.max(1);
-        let product = match write {
-            Write::Set => {
-                out.set_len(rows * weight.out)?;
-                Product::LINEAR
-            }
-            Write::Add => Product::ADD_LINEAR,
-        };
-        // Few rows, or buffers that grow, have no room for padding.
-        let padded = padded_rows(rows);
-        let views = x.padded(padded, weight.input).and_then(|x| {
-            let out = out.padded(padded, weight.out)?;
-            Ok((out, x))
-        });
-        let (out, x) = views.unwrap_or((out.rows(weight.out), x.rows(weight.input)));
-        self.device.blas.matmul(&out, &x, &weight.matrix(), product)
     }
 }
 
@@ -504,41 +479,6 @@ impl Ops for CudaOps {
         };
         let hidden = work.sizes().hidden;
         work.run(&mut self.device, (&out.rows(hidden), &x.rows(hidden)), routing, held)
-    }
-}
-
-impl CudaOps {
-    fn attend(
-        &mut self,
-        out: &mut CudaBuffer,
-        [q, k, v]: [&CudaBuffer; 3],
-        dims: &AttentionDims<'_>,
-    ) -> Result<(), CudaError> {
-        let AttentionDims { cu_seqlens, cached, heads, kv_heads, qk_dim, v_dim, scale } = *dims;
-        let queries = cu_seqlens.last().copied().unwrap_or(0);
-        out.set_len(queries * heads * v_dim)?;
-        let Self { device, inputs, .. } = self;
-        let [cu_q, cu_k] = inputs.send_starts(device, cu_seqlens, cached)?;
-        let view = |buffer: &CudaBuffer, heads: usize, width: usize| {
-            DeviceHeads::of(buffer.rows(heads * width), width, 0)
-        };
-        let longest = cu_seqlens.windows(2).map(|ends| ends[1] - ends[0]).max().unwrap_or(0);
-        device.launch().attention(&Attention {
-            out: view(out, heads, v_dim),
-            q: view(q, heads, qk_dim),
-            k: view(k, kv_heads, qk_dim),
-            k_shared: None,
-            v: view(v, kv_heads, v_dim),
-            lse: None,
-            cu_q,
-            cu_k,
-            longest,
-            heads,
-            kv_heads,
-            qk_dim,
-            v_dim,
-            scale,
-        })
     }
 }
 
