@@ -44,19 +44,21 @@ failed=0
 
 # step NAME SECONDS PATTERN COMMAND...: the last line that matches PATTERN goes to the table.
 step() {
-    local name=$1 limit=$2 pattern=$3 log start code said
+    local name=$1 limit=$2 pattern=$3 log start code said took
     shift 3
     log=$logs/${name// /-}.log
-    start=$(date +%s.%N)
+    start=$(date +%s%N)
     echo "== $name: $*"
     timeout "$limit" "$@" >"$log" 2>&1
     code=$?
+    took=$(( ($(date +%s%N) - start) / 100000000 ))
+    took=$((took / 10)).$((took % 10))
     said=$(grep -E "$pattern" "$log" | tail -1 | cut -c1-150)
     if [ $code -eq 0 ]; then
-        printf 'pass     %-34s %6.1f s  %s\n' "$name" "$(echo "$(date +%s.%N) - $start" | bc)" "$said"
+        printf 'pass     %-34s %6.1f s  %s\n' "$name" "$took" "$said"
     else
         failed=1
-        printf 'FAIL %3d %-34s %6.1f s  %s\n' $code "$name" "$(echo "$(date +%s.%N) - $start" | bc)" \
+        printf 'FAIL %3d %-34s %6.1f s  %s\n' $code "$name" "$took" \
             "${said:-$(grep -E 'ERROR|error|panic' "$log" | tail -1 | cut -c1-200)}"
         echo "-- the end of $log:"
         tail -25 "$log"

@@ -106,12 +106,17 @@ impl Ops for CpuOps {
     type Rope = CpuRope;
     type Routing = CpuRouting;
     type Experts = HeldExperts<CpuLinear>;
+    type GateUp = [CpuLinear; 2];
     type Captured = LayerRows;
 
     const SHARES_CAPTURE: bool = false;
 
     fn buffer(&mut self, _room: Room) -> Result<Vec<f32>, TargetError> {
         Ok(Vec::new())
+    }
+
+    fn dtype(&self) -> &'static str {
+        "f32"
     }
 
     fn len(&self, buffer: &Vec<f32>) -> usize {
@@ -162,6 +167,18 @@ impl Ops for CpuOps {
     ) -> Result<CpuLinear, TargetError> {
         let values = source.linear(name, dims, slice)?;
         Ok(CpuLinear { values, out: slice.rows.len(), input: slice.cols.len() })
+    }
+
+    fn load_gate_up(
+        &mut self,
+        source: &Source,
+        prefix: &str,
+        dims: [usize; 2],
+        slice: &Slice,
+    ) -> Result<[CpuLinear; 2], TargetError> {
+        let gate = self.load_linear(source, &format!("{prefix}.gate_proj"), dims, slice)?;
+        let up = self.load_linear(source, &format!("{prefix}.up_proj"), dims, slice)?;
+        Ok([gate, up])
     }
 
     fn load_vector(
@@ -279,7 +296,14 @@ impl Ops for CpuOps {
         Ok(())
     }
 
-    fn silu_mul(&mut self, gate: &mut Vec<f32>, up: &Vec<f32>) -> Result<(), TargetError> {
+    fn gated(
+        &mut self,
+        (gate, up): (&mut Vec<f32>, &mut Vec<f32>),
+        x: &Vec<f32>,
+        [gate_weight, up_weight]: &[CpuLinear; 2],
+    ) -> Result<(), TargetError> {
+        self.matmul(gate, x, gate_weight, Write::Set)?;
+        self.matmul(up, x, up_weight, Write::Set)?;
         self.for_rows(gate, 512, |row, gate| {
             activation::silu_mul(gate, &up[row * 512..][..gate.len()]);
         });
@@ -307,6 +331,31 @@ impl Ops for CpuOps {
         } else {
             x.par_chunks_mut(ROWS_PER_TASK * width).zip(&angles.blocks).for_each(task);
         }
+        Ok(())
+    }
+
+    fn split_latent(
+        &mut self,
+        (latent, k_pe): (&mut Vec<f32>, &mut Vec<f32>),
+        down: &Vec<f32>,
+        (weight, eps): (&Vec<f32>, f32),
+        rope: usize,
+    ) -> Result<(), TargetError> {
+        let (width, whole) = (weight.len(), weight.len() + rope);
+        let rows = down.len() / whole;
+        latent.resize(rows * width, 0.0);
+        k_pe.resize(rows * rope, 0.0);
+        self.for_rows(latent, width, |row, latent| {
+            for (out, down) in latent.chunks_exact_mut(width).zip(down[row * whole..].chunks(whole))
+            {
+                norm::rms_norm(out, &down[..width], weight, eps);
+            }
+        });
+        self.for_rows(k_pe, rope, |row, k_pe| {
+            for (out, down) in k_pe.chunks_exact_mut(rope).zip(down[row * whole..].chunks(whole)) {
+                out.copy_from_slice(&down[width..]);
+            }
+        });
         Ok(())
     }
 

@@ -26,6 +26,8 @@ pub(super) trait Ops: Send {
     type Routing: Send;
     /// Routed experts of one layer that this rank holds.
     type Experts: Send;
+    /// Gate and up projections of an MLP, which have the same input.
+    type GateUp: Send;
     /// States on their way to the host.
     type Captured: Send;
 
@@ -34,6 +36,9 @@ pub(super) trait Ops: Send {
 
     /// An empty buffer that will hold no more than `room` says.
     fn buffer(&mut self, room: Room) -> Result<Self::Buffer, TargetError>;
+
+    /// Name of the number format of states.
+    fn dtype(&self) -> &'static str;
 
     /// Values in a buffer.
     fn len(&self, buffer: &Self::Buffer) -> usize;
@@ -74,6 +79,15 @@ pub(super) trait Ops: Send {
         dims: [usize; 2],
         slice: &Slice,
     ) -> Result<Self::Linear, TargetError>;
+
+    /// Reads this rank's slice of the two matrices `prefix`.gate_proj and `prefix`.up_proj.
+    fn load_gate_up(
+        &mut self,
+        source: &Source,
+        prefix: &str,
+        dims: [usize; 2],
+        slice: &Slice,
+    ) -> Result<Self::GateUp, TargetError>;
 
     /// Reads `range` of a vector (norm weight, bias) of `len` values.
     fn load_vector(
@@ -142,8 +156,13 @@ pub(super) trait Ops: Send {
     /// `x += y`.
     fn add(&mut self, x: &mut Self::Buffer, y: &Self::Buffer) -> Result<(), TargetError>;
 
-    /// `gate = silu(gate) * up`.
-    fn silu_mul(&mut self, gate: &mut Self::Buffer, up: &Self::Buffer) -> Result<(), TargetError>;
+    /// `out = silu(x gate^T) * (x up^T)`; `work` has room for twice the width of `out`.
+    fn gated(
+        &mut self,
+        out_work: (&mut Self::Buffer, &mut Self::Buffer),
+        x: &Self::Buffer,
+        weights: &Self::GateUp,
+    ) -> Result<(), TargetError>;
 
     /// Rotates, in every head of width `head_dim`, the last values that the angles cover.
     fn rope(
@@ -151,6 +170,15 @@ pub(super) trait Ops: Send {
         x: &mut Self::Buffer,
         angles: &Self::Rope,
         head_dim: usize,
+    ) -> Result<(), TargetError>;
+
+    /// Splits `down` [rows, latent + rope] into the normed latent, as wide as `weight`, and `k_pe`.
+    fn split_latent(
+        &mut self,
+        latent_k_pe: (&mut Self::Buffer, &mut Self::Buffer),
+        down: &Self::Buffer,
+        weight_eps: (&Self::Buffer, f32),
+        rope: usize,
     ) -> Result<(), TargetError>;
 
     /// Splits `kv` [rows, heads, nope + v] into keys [rows, heads, nope + rope], of which the last

@@ -86,7 +86,7 @@ impl Measured {
             };
             if work > 0.0 && time > Duration::ZERO {
                 let rate = self.tokens as f64 * work / time.as_secs_f64() / 1e12;
-                write!(out, " {rate:9.2} {:11.3}", rate / self.ceiling)?;
+                write!(out, " {rate:9.3} {:11.3}", rate / self.ceiling)?;
             }
             writeln!(out)?;
         }

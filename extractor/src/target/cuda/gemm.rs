@@ -6,7 +6,10 @@ use std::time::Duration;
 use kernels::cuda::cudarc::driver::{CudaStream, sys::CUevent_flags};
 use kernels::cuda::{Blas, CudaError, DeviceBuffer, DeviceMatrix, Dtype, Product};
 
+use super::CudaOps;
+use super::buffer::{CudaBuffer, CudaLinear};
 use super::device::driver;
+use crate::target::ops::Write;
 
 /// What cuBLASLt wants on Hopper.
 pub(super) const WORKSPACE_BYTES: usize = 32 << 20;
@@ -20,6 +23,34 @@ pub(super) fn padded_rows(rows: usize) -> usize {
 /// More rows than [`padded_rows`] adds to `rows` or fewer.
 pub(super) fn padding(rows: usize) -> usize {
     (rows.next_power_of_two() / 64).max(8)
+}
+
+impl CudaOps {
+    /// `out = x weight^T`, or `out +=`.
+    pub(super) fn product(
+        &mut self,
+        out: &mut CudaBuffer,
+        x: &CudaBuffer,
+        weight: &CudaLinear,
+        write: Write,
+    ) -> Result<(), CudaError> {
+        let rows = x.len() / weight.input.max(1);
+        let product = match write {
+            Write::Set => {
+                out.set_len(rows * weight.out)?;
+                Product::LINEAR
+            }
+            Write::Add => Product::ADD_LINEAR,
+        };
+        // Few rows, or buffers that grow, have no room for padding.
+        let padded = padded_rows(rows);
+        let views = x.padded(padded, weight.input).and_then(|x| {
+            let out = out.padded(padded, weight.out)?;
+            Ok((out, x))
+        });
+        let (out, x) = views.unwrap_or((out.rows(weight.out), x.rows(weight.input)));
+        self.device.blas.matmul(&out, &x, &weight.matrix(), product)
+    }
 }
 
 /// bf16 products of 8192 x 8192 x 8192 in TFLOP/s: what no product of this GPU exceeds.

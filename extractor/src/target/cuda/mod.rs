@@ -1,6 +1,7 @@
 //! The device functions on an NVIDIA GPU. Memory is taken when the model is loaded, by a plan that
 //! is checked first. Knows nothing of layers; sums across GPUs are in [`nccl`].
 
+mod attention;
 mod buffer;
 mod capture;
 mod clock;
@@ -17,8 +18,8 @@ mod weights;
 use std::ops::Range;
 
 use kernels::cuda::{
-    Attention, CudaError, DeviceBuffer, DeviceHeads, DeviceMatrix, DeviceVector, Dtype,
-    LatentHeads, Product, RopeView, copy_on_device, download, upload,
+    DeviceBuffer, DeviceHeads, DeviceMatrix, DeviceVector, Dtype, LatentHeads, RopeView,
+    copy_on_device, download, upload,
 };
 
 use self::buffer::{CudaBuffer, CudaLinear};
@@ -26,7 +27,6 @@ use self::capture::{CaptureLane, CudaCaptured};
 use self::clock::EventClock;
 use self::device::Device;
 use self::experts::{CudaExperts, ExpertWork};
-use self::gemm::padded_rows;
 use self::inputs::Inputs;
 use self::memory::{Load, MemoryPlan, precision, room_values};
 pub(super) use self::rank::{ceiling, start, start_shape};
@@ -105,31 +105,6 @@ impl CudaOps {
         let (found, expected) = (format!("no {what}"), "a model with routed experts".to_owned());
         TargetError::Reply { rank, found, expected }
     }
-
-    fn product(
-        &mut self,
-        out: &mut CudaBuffer,
-        x: &CudaBuffer,
-        weight: &CudaLinear,
-        write: Write,
-    ) -> Result<(), CudaError> {
-        let rows = x.len() / weight.input.max(1);
-        let product = match write {
-            Write::Set => {
-                out.set_len(rows * weight.out)?;
-                Product::LINEAR
-            }
-            Write::Add => Product::ADD_LINEAR,
-        };
-        // Few rows, or buffers that grow, have no room for padding.
-        let padded = padded_rows(rows);
-        let views = x.padded(padded, weight.input).and_then(|x| {
-            let out = out.padded(padded, weight.out)?;
-            Ok((out, x))
-        });
-        let (out, x) = views.unwrap_or((out.rows(weight.out), x.rows(weight.input)));
-        self.device.blas.matmul(&out, &x, &weight.matrix(), product)
-    }
 }
 
 impl Ops for CudaOps {
@@ -138,6 +113,8 @@ impl Ops for CudaOps {
     type Rope = CudaRope;
     type Routing = Routing;
     type Experts = CudaExperts;
+    /// Gate above up, [2 x columns, hidden].
+    type GateUp = CudaLinear;
     type Captured = CudaCaptured;
 
     const SHARES_CAPTURE: bool = true;
@@ -147,6 +124,13 @@ impl Ops for CudaOps {
         let dtype = precision(room.precision, self.device.dtype);
         let buffer = CudaBuffer::new(&self.device.context, dtype, capacity);
         self.device.doing("take memory for a batch", buffer)
+    }
+
+    fn dtype(&self) -> &'static str {
+        match self.device.dtype {
+            Dtype::Bf16 => "bf16",
+            Dtype::F32 => "f32",
+        }
     }
 
     fn len(&self, buffer: &CudaBuffer) -> usize {
@@ -216,6 +200,16 @@ impl Ops for CudaOps {
         slice: &Slice,
     ) -> Result<CudaLinear, TargetError> {
         self.loader(source).linear(name, dims, slice)
+    }
+
+    fn load_gate_up(
+        &mut self,
+        source: &Source,
+        prefix: &str,
+        dims: [usize; 2],
+        slice: &Slice,
+    ) -> Result<CudaLinear, TargetError> {
+        self.loader(source).gate_up(prefix, dims, slice)
     }
 
     fn load_vector(
@@ -329,10 +323,20 @@ impl Ops for CudaOps {
         self.device.doing("add", result)
     }
 
-    fn silu_mul(&mut self, gate: &mut CudaBuffer, up: &CudaBuffer) -> Result<(), TargetError> {
-        let (gate, up) = (elements(gate), elements(up));
-        let result = self.device.launch().silu_mul(&gate, &gate, &up);
-        self.device.doing("activate", result)
+    fn gated(
+        &mut self,
+        (out, work): (&mut CudaBuffer, &mut CudaBuffer),
+        x: &CudaBuffer,
+        weights: &CudaLinear,
+    ) -> Result<(), TargetError> {
+        let columns = weights.out / 2;
+        let result = self.product(work, x, weights, Write::Set).and_then(|()| {
+            let both = work.rows(weights.out);
+            out.set_len(both.rows * columns)?;
+            let (gate, up) = (both.columns(0..columns), both.columns(columns..weights.out));
+            self.device.launch().silu_mul(&out.rows(columns), &gate, &up)
+        });
+        self.device.doing("multiply with gate and up", result)
     }
 
     fn rope(
@@ -357,6 +361,26 @@ impl Ops for CudaOps {
         let heads = DeviceHeads::of(x.rows(width), head_dim, head_dim - 2 * pairs);
         let result = self.device.launch().rope(&heads, &view);
         self.device.doing("rotate", result)
+    }
+
+    fn split_latent(
+        &mut self,
+        (latent, k_pe): (&mut CudaBuffer, &mut CudaBuffer),
+        down: &CudaBuffer,
+        (weight, eps): (&CudaBuffer, f32),
+        rope: usize,
+    ) -> Result<(), TargetError> {
+        let (width, device) = (weight.len(), &self.device);
+        let down = down.rows(width + rope);
+        let result = latent
+            .set_len(down.rows * width)
+            .and_then(|()| k_pe.set_len(down.rows * rope))
+            .and_then(|()| {
+                let (plain, rotated) = (down.columns(0..width), down.columns(width..width + rope));
+                device.launch().rms_norm(&latent.rows(width), &plain, weight.floats(), eps)?;
+                device.launch().copy(&k_pe.rows(rope), &rotated)
+            });
+        device.doing("split the latent", result)
     }
 
     fn expand_latent(
@@ -455,41 +479,6 @@ impl Ops for CudaOps {
         };
         let hidden = work.sizes().hidden;
         work.run(&mut self.device, (&out.rows(hidden), &x.rows(hidden)), routing, held)
-    }
-}
-
-impl CudaOps {
-    fn attend(
-        &mut self,
-        out: &mut CudaBuffer,
-        [q, k, v]: [&CudaBuffer; 3],
-        dims: &AttentionDims<'_>,
-    ) -> Result<(), CudaError> {
-        let AttentionDims { cu_seqlens, cached, heads, kv_heads, qk_dim, v_dim, scale } = *dims;
-        let queries = cu_seqlens.last().copied().unwrap_or(0);
-        out.set_len(queries * heads * v_dim)?;
-        let Self { device, inputs, .. } = self;
-        let [cu_q, cu_k] = inputs.send_starts(device, cu_seqlens, cached)?;
-        let view = |buffer: &CudaBuffer, heads: usize, width: usize| {
-            DeviceHeads::of(buffer.rows(heads * width), width, 0)
-        };
-        let longest = cu_seqlens.windows(2).map(|ends| ends[1] - ends[0]).max().unwrap_or(0);
-        device.launch().attention(&Attention {
-            out: view(out, heads, v_dim),
-            q: view(q, heads, qk_dim),
-            k: view(k, kv_heads, qk_dim),
-            k_shared: None,
-            v: view(v, kv_heads, v_dim),
-            lse: None,
-            cu_q,
-            cu_k,
-            longest,
-            heads,
-            kv_heads,
-            qk_dim,
-            v_dim,
-            scale,
-        })
     }
 }
 

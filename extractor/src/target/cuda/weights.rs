@@ -98,6 +98,20 @@ impl Loader<'_> {
         Ok(CudaLinear { memory, out: slice.rows.len(), input: slice.cols.len(), dtype })
     }
 
+    /// A slice of gate and the same of up, one above the other, in the format of products.
+    pub(super) fn gate_up(
+        &mut self,
+        prefix: &str,
+        dims: [usize; 2],
+        slice: &Slice,
+    ) -> Result<CudaLinear, TargetError> {
+        let dtype = self.device.dtype;
+        let names = [format!("{prefix}.gate_proj"), format!("{prefix}.up_proj")];
+        let shape = [slice.rows.len(), slice.cols.len()];
+        let stack = self.stack(&names, (plain(dtype), shape), &(dims, slice.clone()))?;
+        Ok(CudaLinear { memory: stack.codes, out: 2 * shape[0], input: shape[1], dtype })
+    }
+
     /// A vector in f32.
     pub(super) fn vector(
         &mut self,

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use crate::target::error::TargetError;
-use crate::target::ops::{Expert, Ops};
+use crate::target::ops::Ops;
 use crate::target::plan::RankPlan;
 use crate::target::source::Source;
 use crate::target::spec::{QaNormEps, TargetSpec};
@@ -47,21 +47,6 @@ impl<O: Ops> Loader<'_, O> {
     /// The whole vector `name`.
     pub(super) fn vector(&mut self, name: &str, len: usize) -> Result<O::Buffer, TargetError> {
         self.ops.load_vector(self.source, name, len, 0..len)
-    }
-
-    /// The projections under `prefix` with `columns` of an intermediate of width `width`.
-    pub(super) fn mlp(
-        &mut self,
-        prefix: &str,
-        width: usize,
-        columns: Range<usize>,
-    ) -> Result<Expert<O::Linear>, TargetError> {
-        let hidden = self.spec.hidden_size;
-        Ok(Expert {
-            gate: self.rows(&format!("{prefix}.gate_proj"), [width, hidden], columns.clone())?,
-            up: self.rows(&format!("{prefix}.up_proj"), [width, hidden], columns.clone())?,
-            down: self.cols(&format!("{prefix}.down_proj"), [hidden, width], columns)?,
-        })
     }
 }
 

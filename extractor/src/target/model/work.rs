@@ -85,7 +85,7 @@ pub(in crate::target) fn rooms(spec: &TargetSpec, plan: &RankPlan) -> Rooms {
             Widths {
                 q: heads * (nope + rope),
                 q_latent: q_rank,
-                latent: kv_rank,
+                latent: kv_rank + rope,
                 kv: heads * (nope + mla.v_head_dim),
                 k_pe: rope,
                 k: heads * (nope + rope),
@@ -127,7 +127,7 @@ pub(in crate::target) fn rooms(spec: &TargetSpec, plan: &RankPlan) -> Rooms {
         compute("spare", widths.spare),
         compute("attention output", widths.attended),
         compute("gate", mlp),
-        compute("up", mlp),
+        compute("gate and up", 2 * mlp),
         room("router logits", experts, Precision::Single),
         room("logits", 0, Precision::Single),
         compute("residual stream, half", partial),
@@ -224,7 +224,7 @@ mod tests {
                 for (used, room) in used.into_iter().zip(rooms.0) {
                     // Buffers of one rank alone: no sums, no halves. Some serve twice.
                     let absent = room.name.starts_with("partial") || room.name.ends_with("half");
-                    let serves_twice = ["spare", "gate", "up"].contains(&room.name);
+                    let serves_twice = ["spare", "gate", "gate and up"].contains(&room.name);
                     let needed = if absent { 0 } else { room.width * 11 };
                     assert!(used == needed || used < needed && serves_twice, "{room:?} {used}");
                 }
