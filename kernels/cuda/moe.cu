@@ -10,7 +10,7 @@ struct RouteArgs {
 
 struct PermuteArgs {
     u64 indices, counts, offsets, sources, places, scratch;
-    u32 choices, top_k, first, held, chunks;
+    u32 choices, top_k, first, held, chunks, align;
 };
 
 struct GatherArgs {
@@ -197,12 +197,13 @@ extern "C" __global__ void __launch_bounds__(256) permute_scan(PermuteArgs a) {
     if (threadIdx.x == 0) reinterpret_cast<u32*>(a.counts)[blockIdx.x] = total;
 }
 
-// offsets = running sum of counts; at most 1024 experts.
+// offsets = running sum of counts, each rounded up to a multiple of `align`; at most 1024 experts.
 extern "C" __global__ void __launch_bounds__(1024) permute_offsets(PermuteArgs a) {
     __shared__ u32 sums[1024];
     const u32* counts = reinterpret_cast<const u32*>(a.counts);
     u32* offsets = reinterpret_cast<u32*>(a.offsets);
-    sums[threadIdx.x] = threadIdx.x < a.held ? counts[threadIdx.x] : 0;
+    u32 count = threadIdx.x < a.held ? counts[threadIdx.x] : 0;
+    sums[threadIdx.x] = (count + a.align - 1) / a.align * a.align;
     __syncthreads();
     for (u32 step = 1; step < 1024; step <<= 1) {
         u32 left = threadIdx.x >= step ? sums[threadIdx.x - step] : 0;

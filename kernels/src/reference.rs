@@ -21,16 +21,22 @@ pub struct Grouped {
 }
 
 /// Groups the choices `indices` [rows, top_k] by expert, for the `held` experts from `first` on.
-/// Within an expert rows keep their order.
-pub fn group_by_expert(indices: &[u32], top_k: usize, first: u32, held: usize) -> Grouped {
+/// Within an expert rows keep their order; the first is at a multiple of `align`, and between
+/// experts `sources` is 0.
+pub fn group_by_expert(
+    indices: &[u32],
+    top_k: usize,
+    (first, held): (u32, usize),
+    align: u32,
+) -> Grouped {
     let expert_of = |choice: u32| choice.checked_sub(first).filter(|&e| (e as usize) < held);
-    let mut counts = vec![0; held];
+    let mut counts = vec![0u32; held];
     for expert in indices.iter().filter_map(|&choice| expert_of(choice)) {
         counts[expert as usize] += 1;
     }
     let mut offsets = vec![0; held + 1];
     for expert in 0..held {
-        offsets[expert + 1] = offsets[expert] + counts[expert];
+        offsets[expert + 1] = offsets[expert] + counts[expert].next_multiple_of(align);
     }
     let mut next = offsets.clone();
     let mut sources = vec![0; offsets[held] as usize];
@@ -127,11 +133,15 @@ mod tests {
 
     #[test]
     fn groups_keep_the_order_of_rows() {
-        let grouped = group_by_expert(&[3, 1, 2, 3, 0, 2], 2, 2, 2);
+        let grouped = group_by_expert(&[3, 1, 2, 3, 0, 2], 2, (2, 2), 1);
         assert_eq!(grouped.counts, [2, 2]);
         assert_eq!(grouped.offsets, [0, 2, 4]);
         assert_eq!(grouped.sources, [1, 2, 0, 1]);
         assert_eq!(grouped.places, [2, u32::MAX, 0, 3, u32::MAX, 1]);
+        let aligned = group_by_expert(&[3, 1, 2, 3, 0, 2], 2, (2, 2), 4);
+        assert_eq!(aligned.offsets, [0, 4, 8]);
+        assert_eq!(aligned.sources, [1, 2, 0, 0, 0, 1, 0, 0]);
+        assert_eq!(aligned.places, [4, u32::MAX, 0, 5, u32::MAX, 1]);
     }
 
     #[test]

@@ -233,6 +233,7 @@ impl Bench<'_> {
         let (sources, places) = (vector(choices)?, vector(choices)?);
         let scratch = vector(Permutation::scratch_len(choices, HELD))?;
         let permutation = Permutation {
+            align: 1,
             first: 96,
             counts: counts.view,
             offsets: offsets.view,

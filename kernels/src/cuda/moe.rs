@@ -42,11 +42,14 @@ pub struct RoutingViews {
 pub struct Permutation {
     /// Number of the first expert held.
     pub first: usize,
+    /// The rows of each held expert start at a multiple of this many rows.
+    pub align: usize,
     /// Rows of each held expert: [held].
     pub counts: DeviceVector<u32>,
-    /// Where the rows of each held expert start among all, and the total last: [held + 1].
+    /// Where the rows of each held expert start among all, and the end last: [held + 1].
     pub offsets: DeviceVector<u32>,
-    /// Row of x of each grouped row: [rows * top_k] values, of which the first total count.
+    /// Row of x of each grouped row: [rows * top_k + held * (align - 1)] values, of which those
+    /// of experts count.
     pub sources: DeviceVector<u32>,
     /// Grouped row of every (row, choice), or u32::MAX where the expert is not held.
     pub places: DeviceVector<u32>,
@@ -92,6 +95,7 @@ struct PermuteArgs {
     first: u32,
     held: u32,
     chunks: u32,
+    align: u32,
 }
 
 #[repr(C)]
@@ -176,7 +180,8 @@ impl Launcher<'_> {
             && choices.is_multiple_of(top_k)
             && u32::try_from(choices).is_ok_and(|choices| choices < u32::MAX)
             && out.offsets.len == held + 1
-            && out.sources.len >= choices
+            && out.align > 0
+            && out.sources.len >= choices + held * (out.align - 1)
             && out.places.len == choices
             && out.scratch.len >= Permutation::scratch_len(choices, held);
         ensure(fits, || format!("permute {indices:?} by {top_k} in {out:?}"))?;
@@ -193,6 +198,7 @@ impl Launcher<'_> {
             first: out.first as u32,
             held: held as u32,
             chunks: chunks as u32,
+            align: out.align as u32,
         };
         let counters = Shape { shared: (held * 4) as u32, ..Shape::new(chunks, 32)? };
         if chunks > 0 {

@@ -98,20 +98,21 @@ struct Places {
 }
 
 impl Places {
-    fn new(gpu: &Gpu, choices: usize, held: usize) -> Outcome<Self> {
+    fn new(gpu: &Gpu, choices: usize, held: usize, align: usize) -> Outcome<Self> {
         let scratch = Permutation::scratch_len(choices, held);
         Ok(Self {
             counts: gpu.vector(&vec![9u32; held])?,
             offsets: gpu.vector(&vec![9u32; held + 1])?,
-            sources: gpu.vector(&vec![9u32; choices])?,
+            sources: gpu.vector(&vec![9u32; choices + held * (align - 1)])?,
             places: gpu.vector(&vec![9u32; choices])?,
             scratch: gpu.vector(&vec![9u32; scratch])?,
         })
     }
 
-    fn permutation(&self, first: usize) -> Permutation {
+    fn permutation(&self, first: usize, align: usize) -> Permutation {
         Permutation {
             first,
+            align,
             counts: self.counts.view,
             offsets: self.offsets.view,
             sources: self.sources.view,
@@ -141,16 +142,26 @@ fn permute(gpu: &mut Gpu) -> Outcome {
             .map(|_| gpu.rng.below(1 + gpu.rng.0 as usize % experts) as u32)
             .collect();
         let device_indices = gpu.vector(&indices)?;
-        let places = Places::new(gpu, rows * top_k, held)?;
-        let permutation = places.permutation(first);
+        let align = [1, 32][rows % 2];
+        let places = Places::new(gpu, rows * top_k, held, align)?;
+        let permutation = places.permutation(first, align);
         gpu.kernels.on(&gpu.stream).permute(device_indices.view, top_k, &permutation)?;
-        let want = reference::group_by_expert(&indices, top_k, first as u32, held);
+        let want = reference::group_by_expert(
+            &indices,
+            top_k,
+            (first as u32, held),
+            align as u32,
+        );
         let what = format!("{rows} x {top_k} of {experts}, held {first} + {held}");
         same(&format!("counts, {what}"), &gpu.vector_values(&places.counts)?, &want.counts)?;
         same(&format!("offsets, {what}"), &gpu.vector_values(&places.offsets)?, &want.offsets)?;
         same(&format!("places, {what}"), &gpu.vector_values(&places.places)?, &want.places)?;
         let sources = gpu.vector_values(&places.sources)?;
-        same(&format!("sources, {what}"), &sources[..want.sources.len()], &want.sources)?;
+        let taken = |sources: &[u32]| -> Vec<u32> {
+            let held = want.places.iter().filter(|&&place| place != u32::MAX);
+            held.map(|&place| sources[place as usize]).collect()
+        };
+        same(&format!("sources, {what}"), &taken(&sources), &taken(&want.sources))?;
     }
     Ok(())
 }

@@ -1,22 +1,24 @@
 //! Routed experts on a GPU: weights stay packed; each expert is decoded when its turn comes, while
-//! the one before it multiplies. Only the counts of rows come to the host.
+//! others multiply. Only the counts of rows come to the host.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
-use kernels::cuda::cudarc::driver::CudaEvent;
+use kernels::cuda::cudarc::driver::{CudaEvent, CudaStream};
 use kernels::cuda::{
-    CudaError, DeviceBuffer, DeviceMatrix, DeviceVector, Dtype, Fp8BlockWeight, Int4Weight,
+    Blas, CudaError, DeviceBuffer, DeviceMatrix, DeviceVector, Dtype, Fp8BlockWeight, Int4Weight,
     Launcher, Nvfp4Weight, PinnedBuffer, Product,
 };
 
 use super::device::{Device, driver};
-use super::gemm::{padded_rows, padding};
+use super::gemm::WORKSPACE_BYTES;
 use super::routing::Routing;
 use crate::target::error::TargetError;
 use crate::target::weights::PackedFormat;
 
-/// Experts being prepared and being multiplied.
-pub(super) const SLOTS: usize = 2;
+/// Experts under way at the same time.
+pub(super) const LANES: usize = 3;
+/// Rows of every expert start at a multiple of this, so that products of many sizes share plans.
+pub(super) const ROW_ALIGN: usize = 32;
 /// Side of the blocks that share a factor in FP8.
 const FP8_BLOCK: usize = 128;
 
@@ -133,15 +135,16 @@ pub(super) struct ExpertSizes {
 }
 
 impl ExpertSizes {
-    /// Grouped rows of a batch of `rows`, at most; padding behind the last one included.
+    /// Grouped rows of a batch of `rows`, at most; the idle ones behind each expert included.
     pub(super) fn grouped_rows(&self, rows: usize) -> usize {
-        rows * self.top_k.min(self.held) + padding(rows)
+        let chosen = rows * self.top_k.min(self.held);
+        chosen + self.held.min(chosen) * (ROW_ALIGN - 1)
     }
 
     /// Values of each of the work buffers for batches of `rows`: decoded gate and up, decoded
-    /// down, inputs, gates and ups, activations (one a slot for the first three), outputs.
+    /// down, inputs, gates and ups, activations (one a lane), outputs.
     pub(super) fn work(&self, rows: usize) -> [usize; 6] {
-        let (rows, all) = (padded_rows(rows), self.grouped_rows(rows));
+        let (rows, all) = (rows.next_multiple_of(ROW_ALIGN), self.grouped_rows(rows));
         let Self { columns, hidden, .. } = *self;
         [
             2 * columns * hidden,
@@ -157,23 +160,66 @@ impl ExpertSizes {
 /// Buffers of the experts' work, taken once.
 pub(super) struct ExpertWork {
     sizes: ExpertSizes,
-    slots: Vec<Slot>,
-    gate_up: DeviceBuffer,
-    activation: DeviceBuffer,
+    lanes: Vec<Lane>,
     outputs: DeviceBuffer,
     /// Rows a held expert, on the host.
     counts: Mutex<PinnedBuffer>,
-    counted: CudaEvent,
-    /// The compute stream has reached the experts.
-    ready: CudaEvent,
+    /// The rows are grouped, and their counts are on the host.
+    grouped: CudaEvent,
 }
 
-struct Slot {
+/// One expert at a time, from gathered rows to outputs, on a stream of its own: what one expert
+/// leaves idle of the GPU, another uses.
+struct Lane {
+    stream: Arc<CudaStream>,
+    blas: Blas,
     gate_up: DeviceBuffer,
     down: DeviceBuffer,
     input: DeviceBuffer,
-    prepared: CudaEvent,
-    used: CudaEvent,
+    both: DeviceBuffer,
+    activation: DeviceBuffer,
+    done: CudaEvent,
+}
+
+impl Lane {
+    fn new(device: &Device, sizes: [usize; 5]) -> Result<Self, CudaError> {
+        let take = |bytes| DeviceBuffer::new(&device.context, bytes);
+        let stream = device.context.new_stream().map_err(driver("make a stream"))?;
+        let [gate_up, down, input, both, activation] = sizes;
+        Ok(Self {
+            blas: Blas::new(&stream, WORKSPACE_BYTES)?,
+            stream,
+            gate_up: take(gate_up)?,
+            down: take(down)?,
+            input: take(input)?,
+            both: take(both)?,
+            activation: take(activation)?,
+            done: device.event()?,
+        })
+    }
+
+    /// Brings one expert on the way: gathers its rows of `x`, decodes its weights, multiplies.
+    fn expert(
+        &mut self,
+        device: &Device,
+        (out, x): (&DeviceMatrix, &DeviceMatrix),
+        sources: DeviceVector<u32>,
+        (experts, index): (&CudaExperts, usize),
+    ) -> Result<(), CudaError> {
+        let launch = device.kernels.on(&self.stream);
+        let (dtype, rows, hidden) = (device.dtype, out.rows, out.cols);
+        let gate_up = experts.gate_up.decoded(&launch, (2 * index, 2), &self.gate_up, dtype)?;
+        launch.gather_rows(&self.input.matrix([sources.len, hidden], dtype), x, sources)?;
+        let columns = gate_up.rows / 2;
+        let both = self.both.matrix([rows, 2 * columns], dtype);
+        let input = self.input.matrix([rows, hidden], dtype);
+        self.blas.matmul(&both, &input, &gate_up, Product::LINEAR)?;
+        let down = experts.down.decoded(&launch, (index, 1), &self.down, dtype)?;
+        let activation = self.activation.matrix([rows, columns], dtype);
+        let (gate, up) = (both.columns(0..columns), both.columns(columns..2 * columns));
+        launch.silu_mul(&activation, &gate, &up)?;
+        self.blas.matmul(out, &activation, &down, Product::LINEAR)
+    }
 }
 
 impl ExpertWork {
@@ -183,27 +229,16 @@ impl ExpertWork {
         rows: usize,
     ) -> Result<Self, TargetError> {
         let work = sizes.work(rows).map(|values| values * device.dtype.size());
-        let [gate_up, down, input, gates, activation, outputs] = work;
-        let take = |bytes| DeviceBuffer::new(&device.context, bytes);
+        let [gate_up, down, input, both, activation, outputs] = work;
+        let lane = [gate_up, down, input, both, activation];
         let make = || {
-            let slots = (0..SLOTS).map(|_| {
-                Ok::<_, CudaError>(Slot {
-                    gate_up: take(gate_up)?,
-                    down: take(down)?,
-                    input: take(input)?,
-                    prepared: device.event()?,
-                    used: device.event()?,
-                })
-            });
+            let lanes = (0..LANES).map(|_| Lane::new(device, lane));
             Ok(Self {
                 sizes,
-                slots: slots.collect::<Result<_, _>>()?,
-                gate_up: take(gates)?,
-                activation: take(activation)?,
-                outputs: take(outputs)?,
+                lanes: lanes.collect::<Result<_, CudaError>>()?,
+                outputs: DeviceBuffer::new(&device.context, outputs)?,
                 counts: Mutex::new(PinnedBuffer::new(&device.context, sizes.held * 4)?),
-                counted: device.event()?,
-                ready: device.event()?,
+                grouped: device.event()?,
             })
         };
         device.doing("take memory for the experts", make())
@@ -214,7 +249,8 @@ impl ExpertWork {
         self.sizes
     }
 
-    /// Starts to bring the counts of `routing` to the host.
+    /// Starts to bring the counts of `routing` to the host. What the compute stream is given
+    /// after this runs beside the experts.
     pub(super) fn start_counts(
         &self,
         device: &Device,
@@ -222,20 +258,21 @@ impl ExpertWork {
     ) -> Result<(), CudaError> {
         let mut pinned = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
         pinned.start_download(&device.compute, 0, (counts.address, counts.len * 4))?;
-        self.counted.record(&device.compute).map_err(driver("record an event"))
+        self.grouped.record(&device.compute).map_err(driver("record an event"))
     }
 
     fn counts(&self, device: &Device) -> Result<Vec<usize>, TargetError> {
-        device.wait("wait for the counts of the experts", &self.counted)?;
+        device.wait("wait for the counts of the experts", &self.grouped)?;
         let pinned = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
         let (counts, _) = pinned.as_slice().as_chunks::<4>();
         Ok(counts.iter().map(|&count| u32::from_le_bytes(count) as usize).collect())
     }
 
-    /// `out += sum of weight * expert(x)` over the held experts.
+    /// `out += sum of weight * expert(x)` over the held experts. `x` is what it was when the
+    /// counts were asked for.
     pub(super) fn run(
-        &self,
-        device: &mut Device,
+        &mut self,
+        device: &Device,
         (out, x): (&DeviceMatrix, &DeviceMatrix),
         routing: &Routing,
         experts: &CudaExperts,
@@ -251,7 +288,7 @@ impl ExpertWork {
             });
         }
         let result = self.enqueue(device, x, routing, (experts, &counts)).and_then(|()| {
-            let outputs = self.outputs(device.dtype, 0..self.sizes.grouped_rows(x.rows));
+            let outputs = self.outputs(device, 0..self.sizes.grouped_rows(x.rows));
             let (places, weights) = (routing.permutation.places, routing.views.weights);
             device.launch().combine(out, &outputs, places, weights)
         });
@@ -259,75 +296,36 @@ impl ExpertWork {
     }
 
     fn enqueue(
-        &self,
-        device: &mut Device,
+        &mut self,
+        device: &Device,
         x: &DeviceMatrix,
         routing: &Routing,
         (experts, counts): (&CudaExperts, &[usize]),
     ) -> Result<(), CudaError> {
-        self.ready.record(&device.compute).map_err(driver("record an event"))?;
-        device.prepare.wait(&self.ready).map_err(driver("order streams"))?;
-        let mut start = 0;
-        let mut turn = 0;
+        for lane in &self.lanes {
+            lane.stream.wait(&self.grouped).map_err(driver("order streams"))?;
+        }
+        let (mut start, mut turn) = (0, 0);
         for (expert, &count) in counts.iter().enumerate() {
             if count == 0 {
                 continue;
             }
-            let slot = &self.slots[turn % SLOTS];
             let sources = routing.permutation.sources.range(start..start + count);
-            let (gate_up, down) = self.prepare(device, slot, (x, sources), (experts, expert))?;
-            self.multiply(device, slot, (start, count), (&gate_up, &down))?;
-            start += count;
-            turn += 1;
+            let end = start + count.next_multiple_of(ROW_ALIGN);
+            let out = self.outputs(device, start..end);
+            self.lanes[turn % LANES].expert(device, (&out, x), sources, (experts, expert))?;
+            (start, turn) = (end, turn + 1);
+        }
+        for lane in &self.lanes {
+            lane.done.record(&lane.stream).map_err(driver("record an event"))?;
+            device.compute.wait(&lane.done).map_err(driver("order streams"))?;
         }
         Ok(())
     }
 
-    /// Gathers an expert's rows and decodes its weights, beside the products of the one before.
-    fn prepare(
-        &self,
-        device: &Device,
-        slot: &Slot,
-        (x, sources): (&DeviceMatrix, DeviceVector<u32>),
-        (experts, index): (&CudaExperts, usize),
-    ) -> Result<(DeviceMatrix, DeviceMatrix), CudaError> {
-        device.prepare.wait(&slot.used).map_err(driver("order streams"))?;
-        let launch = device.kernels.on(&device.prepare);
-        let input = slot.input.matrix([sources.len, self.sizes.hidden], device.dtype);
-        launch.gather_rows(&input, x, sources)?;
-        let dtype = device.dtype;
-        let gate_up = experts.gate_up.decoded(&launch, (2 * index, 2), &slot.gate_up, dtype)?;
-        let down = experts.down.decoded(&launch, (index, 1), &slot.down, dtype)?;
-        slot.prepared.record(&device.prepare).map_err(driver("record an event"))?;
-        Ok((gate_up, down))
-    }
-
-    /// The three products of one expert. Rows behind its own hold nothing that is read: the next
-    /// expert's outputs overwrite those of this one.
-    fn multiply(
-        &self,
-        device: &mut Device,
-        slot: &Slot,
-        (start, count): (usize, usize),
-        (gate_up, down): (&DeviceMatrix, &DeviceMatrix),
-    ) -> Result<(), CudaError> {
-        let ExpertSizes { columns, hidden, .. } = self.sizes;
-        let (rows, dtype) = (padded_rows(count), device.dtype);
-        device.compute.wait(&slot.prepared).map_err(driver("order streams"))?;
-        let input = slot.input.matrix([rows, hidden], dtype);
-        let both = self.gate_up.matrix([rows, 2 * columns], dtype);
-        device.blas.matmul(&both, &input, gate_up, Product::LINEAR)?;
-        let activation = self.activation.matrix([rows, columns], dtype);
-        let (gate, up) = (both.columns(0..columns), both.columns(columns..2 * columns));
-        device.launch().silu_mul(&activation, &gate, &up)?;
-        let output = self.outputs(dtype, start..start + rows);
-        device.blas.matmul(&output, &activation, down, Product::LINEAR)?;
-        slot.used.record(&device.compute).map_err(driver("record an event"))
-    }
-
-    fn outputs(&self, dtype: Dtype, rows: std::ops::Range<usize>) -> DeviceMatrix {
+    fn outputs(&self, device: &Device, rows: std::ops::Range<usize>) -> DeviceMatrix {
         let hidden = self.sizes.hidden;
-        self.outputs.matrix([rows.end, hidden], dtype).row_range(rows)
+        self.outputs.matrix([rows.end, hidden], device.dtype).row_range(rows)
     }
 }
 
@@ -335,24 +333,19 @@ impl ExpertWork {
 mod tests {
     use super::*;
 
-    /// Every expert's padded rows fit behind the rows before it, however the rows are spread.
+    /// Every expert's rows fit with the idle ones behind them, however the rows are spread.
     #[test]
-    fn padded_outputs_stay_inside() {
+    fn aligned_outputs_stay_inside() {
         for (rows, held, top_k) in [(1, 4, 2), (7, 3, 2), (100, 48, 8), (4096, 48, 8), (50, 1, 1)] {
             let sizes =
                 ExpertSizes { first: 0, held, columns: 8, hidden: 4, top_k, num_experts: 384 };
             let room = sizes.grouped_rows(rows);
-            let mut start = 0;
-            // The worst case: as many experts as may be chosen hold every row.
-            for _ in 0..top_k.min(held) {
-                assert!(start + padded_rows(rows) <= room, "{rows} {held} {top_k}");
-                start += rows;
-            }
-            // One row in the last place.
-            for count in 1..=rows {
-                let start = rows * top_k.min(held) - count;
-                assert!(start + padded_rows(count) <= room, "{count} of {rows}");
-            }
+            // As many experts as may be chosen hold every row, or all hold about as many.
+            let chosen = top_k.min(held);
+            let full: usize = (0..chosen).map(|_| rows.next_multiple_of(ROW_ALIGN)).sum();
+            let each = |expert: usize| (rows * chosen + expert) / held;
+            let even: usize = (0..held).map(|e| each(e).next_multiple_of(ROW_ALIGN)).sum();
+            assert!(full.max(even) <= room, "{rows} {held} {top_k}: {full} {even} of {room}");
         }
     }
 }

@@ -7,7 +7,7 @@ use kernels::cuda::Dtype;
 
 use super::capture;
 use super::device::{Device, driver};
-use super::experts::{ExpertSizes, SLOTS};
+use super::experts::{ExpertSizes, LANES};
 use super::gemm::{WORKSPACE_BYTES, padded_rows};
 use super::routing::RoutingMemory;
 use super::weights::expert_formats;
@@ -49,8 +49,8 @@ impl MemoryPlan {
             let sizes = expert_sizes(load.spec, moe, load.plan);
             lines.push(("experts", expert_weights(load, moe)));
             let work = sizes.work(tokens);
-            let values: usize =
-                work.iter().zip([SLOTS, SLOTS, SLOTS, 1, 1, 1]).map(|(n, slots)| n * slots).sum();
+            let lanes = [LANES, LANES, LANES, LANES, LANES, 1];
+            let values: usize = work.iter().zip(lanes).map(|(n, lanes)| n * lanes).sum();
             lines.push(("work of the experts", (values * size) as u64));
             let choice: usize = RoutingMemory::values(&sizes, tokens).iter().sum();
             lines.push(("choice of experts", choice as u64 * 4));
@@ -61,7 +61,8 @@ impl MemoryPlan {
         let share = tokens.div_ceil(load.plan.world_size) * load.spec.hidden_size * size;
         lines.push(("captured rows", (share * capture::SLOTS) as u64));
         lines.push(("positions and ids", inputs(load.spec, tokens).iter().sum::<usize>() as u64));
-        lines.push(("workspace of products", WORKSPACE_BYTES as u64));
+        let products = if load.spec.moe.is_some() { 1 + LANES } else { 1 };
+        lines.push(("workspace of products", (products * WORKSPACE_BYTES) as u64));
         lines.push(("kernels and libraries", LIBRARIES));
         Self { tokens, lines }
     }

@@ -474,11 +474,11 @@ impl Ops for CudaOps {
         routing: &Routing,
         held: &CudaExperts,
     ) -> Result<(), TargetError> {
-        let Some(work) = &self.experts else {
+        let Some(work) = &mut self.experts else {
             return Err(self.missing("memory for experts"));
         };
         let hidden = work.sizes().hidden;
-        work.run(&mut self.device, (&out.rows(hidden), &x.rows(hidden)), routing, held)
+        work.run(&self.device, (&out.rows(hidden), &x.rows(hidden)), routing, held)
     }
 }
 

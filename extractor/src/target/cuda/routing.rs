@@ -3,7 +3,7 @@
 use kernels::cuda::{CudaError, DeviceBuffer, DeviceVector, Permutation, RoutingViews, download};
 
 use super::device::Device;
-use super::experts::ExpertSizes;
+use super::experts::{ExpertSizes, ROW_ALIGN};
 use crate::target::ops::RouterChoice;
 
 /// Memory of one choice; the next router writes over it.
@@ -31,7 +31,8 @@ impl RoutingMemory {
     pub(super) fn values(sizes: &ExpertSizes, rows: usize) -> [usize; 8] {
         let choices = rows * sizes.top_k;
         let scratch = Permutation::scratch_len(choices, sizes.held);
-        [choices, choices, rows, sizes.held, sizes.held + 1, choices, choices, scratch]
+        let sources = choices + sizes.held * (ROW_ALIGN - 1);
+        [choices, choices, rows, sizes.held, sizes.held + 1, sources, choices, scratch]
     }
 
     pub(super) fn new(device: &Device, sizes: ExpertSizes, rows: usize) -> Result<Self, CudaError> {
@@ -62,9 +63,10 @@ impl RoutingMemory {
             },
             permutation: Permutation {
                 first,
+                align: ROW_ALIGN,
                 counts: self.counts.vector(held),
                 offsets: self.offsets.vector(held + 1),
-                sources: self.sources.vector(choices),
+                sources: self.sources.vector(choices + held * (ROW_ALIGN - 1)),
                 places: self.places.vector(choices),
                 scratch: self.scratch.vector(Permutation::scratch_len(choices, held)),
             },
