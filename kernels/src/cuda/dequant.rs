@@ -2,7 +2,7 @@
 //! rows of all parts may be a slice of a larger matrix.
 
 use super::views::MatArg;
-use super::{CudaError, DeviceMatrix, DeviceVector, Launcher, Shape, ensure, grid};
+use super::{CudaError, DeviceMatrix, DeviceVector, Dtype, Launcher, Shape, ensure, grid};
 
 /// A matrix [out, in] of 4-bit integers with 8 added, eight a 32-bit word, the first in the low
 /// bits, and a bf16 scale for each `group` of inputs.
@@ -54,7 +54,53 @@ struct DequantArgs {
     global: f32,
 }
 
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Int4RunArgs {
+    out: u64,
+    packed: u64,
+    scale: u64,
+    words: u64,
+    words_per_scale: u32,
+}
+
 impl Launcher<'_> {
+    /// [`Launcher::dequant_int4`] on at most `blocks` multiprocessors, so that it leaves the
+    /// others to products. Where the matrix has gaps between its rows or is not bf16, on all.
+    pub fn dequant_int4_beside(
+        &self,
+        out: &DeviceMatrix,
+        weight: &Int4Weight,
+        blocks: usize,
+    ) -> Result<(), CudaError> {
+        const WORDS_A_BLOCK: usize = 8 * 1024;
+        let Int4Weight { packed, scale, group } = *weight;
+        let [rows, cols] = out.shape();
+        let words = rows * cols / 8;
+        let fits = group.is_multiple_of(8)
+            && group > 0
+            && cols.is_multiple_of(group)
+            && out.dtype == Dtype::Bf16
+            && out.row_stride == cols
+            && out.in_vectors()
+            && words > 0
+            && words < 1 << 31
+            && packed.len == words
+            && scale.len == rows * cols / group;
+        if !fits {
+            return self.dequant_int4(out, weight);
+        }
+        let args = Int4RunArgs {
+            out: out.address,
+            packed: packed.address,
+            scale: scale.address,
+            words: words as u64,
+            words_per_scale: (group / 8) as u32,
+        };
+        let blocks = words.div_ceil(WORDS_A_BLOCK).min(blocks.max(1));
+        self.launch("dequant_int4_run", Shape::new(blocks, 1024)?, &args)
+    }
+
     /// Decodes into `out` [out, in]; every value is rounded to bf16 whatever the type of `out`.
     pub fn dequant_int4(&self, out: &DeviceMatrix, weight: &Int4Weight) -> Result<(), CudaError> {
         let Int4Weight { packed, scale, group } = *weight;

@@ -39,7 +39,11 @@ fn int4(gpu: &mut Gpu) -> Outcome {
                 group,
             };
             int4_pack_quantized(&mut want, &twin, &Region::full([rows, cols]));
-            same(&format!("{dtype:?} [{rows}, {cols}] / {group}"), &gpu.values(&out)?, &want)?;
+            let what = format!("{dtype:?} [{rows}, {cols}] / {group}");
+            same(&what, &gpu.values(&out)?, &want)?;
+            let out = gpu.matrix(&vec![9.0; rows * cols], [rows, cols], dtype, 0)?;
+            gpu.kernels.on(&gpu.stream).dequant_int4_beside(&out.view, &weight, 3)?;
+            same(&format!("beside products, {what}"), &gpu.values(&out)?, &want)?;
         }
     }
     Ok(())

@@ -13,8 +13,17 @@ use super::device::{Device, driver};
 use crate::capture::LayerRows;
 use crate::target::error::TargetError;
 
-/// Layers on their way at once.
-pub(super) const SLOTS: usize = 2;
+/// Pieces on their way at once.
+pub(super) const SLOTS: usize = 4;
+
+/// Bytes of a piece of a layer of `bytes`: half of it, so that two halves of a batch and two whole
+/// layers have room alike.
+pub(super) fn piece(bytes: usize) -> usize {
+    (bytes / 2).next_multiple_of(PIECE_ALIGN)
+}
+
+/// Pieces are cut here: a multiple of every number format's size.
+const PIECE_ALIGN: usize = 256;
 
 /// The way of captured rows.
 pub(super) struct CaptureLane {
@@ -45,13 +54,14 @@ struct Job {
     rows: Sender<Result<LayerRows, CudaError>>,
 }
 
-/// Rows that will arrive.
+/// Rows that will arrive, in one piece or more.
 #[derive(Debug)]
-pub(in crate::target) struct CudaCaptured(Receiver<Result<LayerRows, CudaError>>);
+pub(in crate::target) struct CudaCaptured(Vec<Receiver<Result<LayerRows, CudaError>>>);
 
 impl CaptureLane {
     /// A lane for layers of at most `bytes` on this rank.
     pub(super) fn new(device: &Device, bytes: usize) -> Result<Self, TargetError> {
+        let bytes = piece(bytes);
         let slot = || {
             Ok(Slot {
                 snapshot: DeviceBuffer::new(&device.context, bytes)?,
@@ -79,6 +89,21 @@ impl CaptureLane {
         address: u64,
         bytes: usize,
     ) -> Result<CudaCaptured, CudaError> {
+        let most = self.slots.first().map_or(0, |slot| slot.snapshot.bytes()).max(PIECE_ALIGN);
+        let starts = (0..bytes).step_by(most);
+        let piece = |start| {
+            let length = most.min(bytes - start);
+            self.start_piece(device, address + start as u64, length)
+        };
+        Ok(CudaCaptured(starts.map(piece).collect::<Result<_, _>>()?))
+    }
+
+    fn start_piece(
+        &mut self,
+        device: &Device,
+        address: u64,
+        bytes: usize,
+    ) -> Result<Receiver<Result<LayerRows, CudaError>>, CudaError> {
         let slot = &mut self.slots[self.next];
         self.next = (self.next + 1) % SLOTS;
         if let Some(free) = slot.free.take() {
@@ -109,7 +134,7 @@ impl CaptureLane {
             rows,
         };
         match self.jobs.as_ref().map(|jobs| jobs.send(job)) {
-            Some(Ok(())) => Ok(CudaCaptured(received)),
+            Some(Ok(())) => Ok(received),
             _ => Err(CudaError::Shape("the thread that takes captured rows has gone".to_owned())),
         }
     }
@@ -129,7 +154,16 @@ impl CudaCaptured {
     /// Waits for the rows.
     pub(super) fn wait(self) -> Result<LayerRows, CudaError> {
         let gone = || CudaError::Shape("the thread that takes captured rows has gone".to_owned());
-        self.0.recv().map_err(|_| gone())?
+        let mut rows = LayerRows::default();
+        for piece in self.0 {
+            let piece = piece.recv().map_err(|_| gone())??;
+            if rows.is_empty() {
+                rows = piece;
+            } else if rows.append(piece).is_err() {
+                return Err(CudaError::Shape("pieces of two number formats".to_owned()));
+            }
+        }
+        Ok(rows)
     }
 }
 

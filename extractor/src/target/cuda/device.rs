@@ -21,6 +21,8 @@ pub(super) struct Device {
     pub(super) context: Arc<CudaContext>,
     /// Everything in the order of the model.
     pub(super) compute: Arc<CudaStream>,
+    /// What decodes the weights of the next experts.
+    pub(super) decode: Arc<CudaStream>,
     /// Copies of captured rows to the host.
     pub(super) copy: Arc<CudaStream>,
     pub(super) kernels: CudaKernels,
@@ -39,6 +41,7 @@ impl Device {
         let context = kernels::cuda::context(rank).map_err(open("open the GPU"))?;
         let stream = || context.new_stream().map_err(driver("make a stream"));
         let compute = stream().map_err(open("open the GPU"))?;
+        let decode = stream().map_err(open("open the GPU"))?;
         let copy = stream().map_err(open("open the GPU"))?;
         let cache = kernel_cache();
         let kernels =
@@ -46,7 +49,7 @@ impl Device {
         let blas = Blas::new(&compute, WORKSPACE_BYTES).map_err(open("open cuBLASLt"))?;
         // Loading has no deadline.
         let deadline = Instant::now() + Duration::from_secs(365 * 24 * 3600);
-        Ok(Self { rank, context, compute, copy, kernels, blas, dtype, deadline, limit })
+        Ok(Self { rank, context, compute, decode, copy, kernels, blas, dtype, deadline, limit })
     }
 
     /// Launches in the order of the model.

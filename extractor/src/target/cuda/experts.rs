@@ -3,6 +3,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
+use kernels::cuda::cudarc::driver::result::stream::get_priority_range;
 use kernels::cuda::cudarc::driver::{CudaEvent, CudaStream};
 use kernels::cuda::{
     Blas, CudaError, DeviceBuffer, DeviceMatrix, DeviceVector, Dtype, Fp8BlockWeight, Int4Weight,
@@ -17,6 +18,9 @@ use crate::target::weights::PackedFormat;
 
 /// Experts under way at the same time.
 pub(super) const LANES: usize = 3;
+/// Multiprocessors that decode weights. The rest multiply: products in whole tiles leave about as
+/// many idle, and a few are as fast as the memory needs.
+const DECODING: usize = 20;
 /// Rows of every expert start at a multiple of this, so that products of many sizes share plans.
 pub(super) const ROW_ALIGN: usize = 32;
 /// Side of the blocks that share a factor in FP8.
@@ -87,13 +91,14 @@ impl Stack {
         let code = self.codes.address() + (index * codes) as u64;
         let scale = self.scales.address() + (index * scales) as u64;
         match self.format {
-            PackedFormat::Int4 { group } => launch.dequant_int4(
+            PackedFormat::Int4 { group } => launch.dequant_int4_beside(
                 out,
                 &Int4Weight {
                     packed: DeviceVector::new(code, codes / 4),
                     scale: DeviceVector::new(scale, scales / 2),
                     group,
                 },
+                DECODING,
             ),
             PackedFormat::Fp8 => launch.dequant_fp8_block(
                 out,
@@ -178,13 +183,17 @@ struct Lane {
     input: DeviceBuffer,
     both: DeviceBuffer,
     activation: DeviceBuffer,
+    decoded: CudaEvent,
     done: CudaEvent,
 }
 
 impl Lane {
     fn new(device: &Device, sizes: [usize; 5]) -> Result<Self, CudaError> {
         let take = |bytes| DeviceBuffer::new(&device.context, bytes);
-        let stream = device.context.new_stream().map_err(driver("make a stream"))?;
+        // Products go before decoding wherever both could start.
+        let (_, first) = get_priority_range().map_err(driver("ask for priorities"))?;
+        let stream = device.context.new_stream_with_priority(first);
+        let stream = stream.map_err(driver("make a stream"))?;
         let [gate_up, down, input, both, activation] = sizes;
         Ok(Self {
             blas: Blas::new(&stream, WORKSPACE_BYTES)?,
@@ -194,6 +203,7 @@ impl Lane {
             input: take(input)?,
             both: take(both)?,
             activation: take(activation)?,
+            decoded: device.event()?,
             done: device.event()?,
         })
     }
@@ -206,19 +216,24 @@ impl Lane {
         sources: DeviceVector<u32>,
         (experts, index): (&CudaExperts, usize),
     ) -> Result<(), CudaError> {
-        let launch = device.kernels.on(&self.stream);
         let (dtype, rows, hidden) = (device.dtype, out.rows, out.cols);
+        let launch = device.kernels.on(&device.decode);
+        device.decode.wait(&self.done).map_err(driver("order streams"))?;
         let gate_up = experts.gate_up.decoded(&launch, (2 * index, 2), &self.gate_up, dtype)?;
+        let down = experts.down.decoded(&launch, (index, 1), &self.down, dtype)?;
+        self.decoded.record(&device.decode).map_err(driver("record an event"))?;
+        let launch = device.kernels.on(&self.stream);
         launch.gather_rows(&self.input.matrix([sources.len, hidden], dtype), x, sources)?;
+        self.stream.wait(&self.decoded).map_err(driver("order streams"))?;
         let columns = gate_up.rows / 2;
         let both = self.both.matrix([rows, 2 * columns], dtype);
         let input = self.input.matrix([rows, hidden], dtype);
         self.blas.matmul(&both, &input, &gate_up, Product::LINEAR)?;
-        let down = experts.down.decoded(&launch, (index, 1), &self.down, dtype)?;
         let activation = self.activation.matrix([rows, columns], dtype);
         let (gate, up) = (both.columns(0..columns), both.columns(columns..2 * columns));
         launch.silu_mul(&activation, &gate, &up)?;
-        self.blas.matmul(out, &activation, &down, Product::LINEAR)
+        self.blas.matmul(out, &activation, &down, Product::LINEAR)?;
+        self.done.record(&self.stream).map_err(driver("record an event"))
     }
 }
 
@@ -317,7 +332,6 @@ impl ExpertWork {
             (start, turn) = (end, turn + 1);
         }
         for lane in &self.lanes {
-            lane.done.record(&lane.stream).map_err(driver("record an event"))?;
             device.compute.wait(&lane.done).map_err(driver("order streams"))?;
         }
         Ok(())

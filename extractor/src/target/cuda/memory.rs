@@ -59,7 +59,7 @@ impl MemoryPlan {
         let rooms = rooms.into_iter().filter(|room| room.width > 0);
         lines.extend(rooms.map(|room| (room.name, room_bytes(&room, load.dtype, tokens))));
         let share = tokens.div_ceil(load.plan.world_size) * load.spec.hidden_size * size;
-        lines.push(("captured rows", (share * capture::SLOTS) as u64));
+        lines.push(("captured rows", (capture::piece(share) * capture::SLOTS) as u64));
         lines.push(("positions and ids", inputs(load.spec, tokens).iter().sum::<usize>() as u64));
         let products = if load.spec.moe.is_some() { 1 + LANES } else { 1 };
         lines.push(("workspace of products", (products * WORKSPACE_BYTES) as u64));
