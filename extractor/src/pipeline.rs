@@ -4,24 +4,26 @@ mod attempts;
 mod report;
 #[cfg(test)]
 mod tests;
+mod writer;
 
 use std::error::Error;
 use std::time::Instant;
 
 use shared::manifest::Manifest;
 
-use self::attempts::{Attempts, Opener, Part};
+use self::attempts::{Attempts, Opener};
 use self::report::Record;
 pub use self::report::{Outcome, PipelineError, RunReport};
+use self::writer::{Work, Writer};
 use crate::config::ExtractConfig;
 use crate::encode::Encoder;
 use crate::fingerprint::fingerprint;
-use crate::intake::{Intake, WorkUnit};
+use crate::intake::{Intake, IntakeError, WorkUnit};
 use crate::plan::Plan;
 use crate::progress::Progress;
 use crate::shutdown::Shutdown;
 use crate::sink::ShardSink;
-use crate::target::{self, TargetSpec};
+use crate::target::{self, TargetError, TargetSpec};
 use crate::target_dir;
 
 /// conversation -> tokens + loss mask -> batch -> ranks -> capture -> shard -> manifest
@@ -49,18 +51,40 @@ fn run_with(
 
     let record = Record::begin(&manifest, config, &plan)?;
     let mut progress = Progress::start(plan.tokens);
-    let mut sink = ShardSink::new(&manifest, config.run.shard_bytes);
     let (options, layers) = (config.engine_options()?, contract.layers.as_slice());
     let mut attempts = Attempts { open, options, layers, target: None };
     let intake = Intake::open(&config.intake(), &encoder, Some(&manifest))?;
-    let mut died = None;
-    for unit in intake.batches(config.run.batch_tokens) {
+    let units = intake.batches(config.run.batch_tokens);
+    let (written, died) = std::thread::scope(|scope| {
+        let writer = Writer::start(scope, ShardSink::new(&manifest, config.run.shard_bytes));
+        let died = extract(units, &mut attempts, (&writer, &manifest), &mut progress, stop)?;
+        Ok::<_, PipelineError>((writer.finish()?, died))
+    })?;
+    progress.finish();
+    match died {
+        Some(error) => Err(record.fail(written, &progress, error.into())?),
+        None => record.end(written, &progress, stop.requested()),
+    }
+}
+
+/// Runs batch after batch, until the input or the writer ends, a stop is requested, or the target
+/// dies, whose error is returned.
+fn extract(
+    units: impl Iterator<Item = Result<WorkUnit, IntakeError>>,
+    attempts: &mut Attempts<'_>,
+    (writer, manifest): (&Writer<'_>, &Manifest),
+    progress: &mut Progress,
+    stop: &Shutdown,
+) -> Result<Option<TargetError>, PipelineError> {
+    for unit in units {
         if stop.requested() {
             break;
         }
         let WorkUnit { batch, sources } = unit?;
         let (tokens, ids) = (batch.tokens() as u64, batch.ids());
-        sink.note(sources);
+        if !writer.give(Work::Notes(sources)) {
+            break;
+        }
         if tokens == 0 {
             continue;
         }
@@ -71,29 +95,17 @@ fn run_with(
                 if error.is_death() {
                     manifest.record_failure(&ids, &in_words(&error))?;
                 }
-                died = Some(error);
-                break;
+                return Ok(Some(error));
             }
         };
         let target_s = started.elapsed().as_secs_f64();
-        for part in &parts {
-            match part {
-                Part::Captured(batch, capture) => sink.write(batch, capture)?,
-                Part::TooLarge(batch, words) => {
-                    sink.reject(batch, &format!("out_of_memory: {words}"));
-                }
-            }
+        if !writer.give(Work::Batch(parts)) {
+            break;
         }
-        sink.end_batch()?;
         let disk_s = started.elapsed().as_secs_f64() - target_s;
         progress.advance(tokens, target_s, disk_s);
     }
-    let written = sink.finish()?;
-    progress.finish();
-    match died {
-        Some(error) => Err(record.fail(written, &progress, error.into())?),
-        None => record.end(written, &progress, stop.requested()),
-    }
+    Ok(None)
 }
 
 /// An error with all its causes.

@@ -102,7 +102,7 @@ __device__ __forceinline__ void decode(const DequantArgs& a) {
 
 struct Int4RunArgs {
     u64 out, packed, scale, words;
-    u32 words_per_scale;
+    u32 scale_shift;
 };
 
 // x * y + z on two bf16 at once, rounded once.
@@ -137,11 +137,22 @@ extern "C" __global__ void __launch_bounds__(RUN_THREADS) dequant_int4_run(Int4R
     u32 words = (u32)a.words, step = gridDim.x * RUN_THREADS * RUN_STEPS;
     for (u32 start = blockIdx.x * RUN_THREADS * RUN_STEPS + threadIdx.x; start < words; start += step) {
         u32 word[RUN_STEPS], factor[RUN_STEPS];
+        if (start + (RUN_STEPS - 1) * RUN_THREADS < words) {
+#pragma unroll
+            for (int i = 0; i < RUN_STEPS; i++) {
+                word[i] = packed[start + i * RUN_THREADS];
+                factor[i] = scale[(start + i * RUN_THREADS) >> a.scale_shift];
+            }
+#pragma unroll
+            for (int i = 0; i < RUN_STEPS; i++)
+                out[start + i * RUN_THREADS] = decode_int4(word[i], factor[i] * 0x10001u);
+            continue;
+        }
 #pragma unroll
         for (int i = 0; i < RUN_STEPS; i++) {
             u32 at = start + i * RUN_THREADS;
             word[i] = at < words ? packed[at] : 0;
-            factor[i] = at < words ? scale[at / a.words_per_scale] : 0;
+            factor[i] = at < words ? scale[at >> a.scale_shift] : 0;
         }
 #pragma unroll
         for (int i = 0; i < RUN_STEPS; i++) {

@@ -61,7 +61,8 @@ struct Int4RunArgs {
     packed: u64,
     scale: u64,
     words: u64,
-    words_per_scale: u32,
+    /// Logarithm of the words that share a scale.
+    scale_shift: u32,
 }
 
 impl Launcher<'_> {
@@ -78,7 +79,7 @@ impl Launcher<'_> {
         let [rows, cols] = out.shape();
         let words = rows * cols / 8;
         let fits = group.is_multiple_of(8)
-            && group > 0
+            && (group / 8).is_power_of_two()
             && cols.is_multiple_of(group)
             && out.dtype == Dtype::Bf16
             && out.row_stride == cols
@@ -95,7 +96,7 @@ impl Launcher<'_> {
             packed: packed.address,
             scale: scale.address,
             words: words as u64,
-            words_per_scale: (group / 8) as u32,
+            scale_shift: (group / 8).trailing_zeros(),
         };
         let blocks = words.div_ceil(WORDS_A_BLOCK).min(blocks.max(1));
         self.launch("dequant_int4_run", Shape::new(blocks, 1024)?, &args)

@@ -146,12 +146,7 @@ fn permute(gpu: &mut Gpu) -> Outcome {
         let places = Places::new(gpu, rows * top_k, held, align)?;
         let permutation = places.permutation(first, align);
         gpu.kernels.on(&gpu.stream).permute(device_indices.view, top_k, &permutation)?;
-        let want = reference::group_by_expert(
-            &indices,
-            top_k,
-            (first as u32, held),
-            align as u32,
-        );
+        let want = reference::group_by_expert(&indices, top_k, (first as u32, held), align as u32);
         let what = format!("{rows} x {top_k} of {experts}, held {first} + {held}");
         same(&format!("counts, {what}"), &gpu.vector_values(&places.counts)?, &want.counts)?;
         same(&format!("offsets, {what}"), &gpu.vector_values(&places.offsets)?, &want.offsets)?;

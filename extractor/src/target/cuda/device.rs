@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kernels::cuda::cudarc::driver::result::DriverError;
+use kernels::cuda::cudarc::driver::result::{DriverError, stream::get_priority_range};
 use kernels::cuda::cudarc::driver::{CudaContext, CudaEvent, CudaStream};
 use kernels::cuda::{Blas, CudaError, CudaKernels, Dtype, Launcher};
 
@@ -41,7 +41,10 @@ impl Device {
         let context = kernels::cuda::context(rank).map_err(open("open the GPU"))?;
         let stream = || context.new_stream().map_err(driver("make a stream"));
         let compute = stream().map_err(open("open the GPU"))?;
-        let decode = stream().map_err(open("open the GPU"))?;
+        // A few blocks that products wait for: they go first.
+        let decode =
+            get_priority_range().and_then(|(_, first)| context.new_stream_with_priority(first));
+        let decode = decode.map_err(driver("make a stream")).map_err(open("open the GPU"))?;
         let copy = stream().map_err(open("open the GPU"))?;
         let cache = kernel_cache();
         let kernels =

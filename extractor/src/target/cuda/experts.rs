@@ -3,7 +3,6 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use kernels::cuda::cudarc::driver::result::stream::get_priority_range;
 use kernels::cuda::cudarc::driver::{CudaEvent, CudaStream};
 use kernels::cuda::{
     Blas, CudaError, DeviceBuffer, DeviceMatrix, DeviceVector, Dtype, Fp8BlockWeight, Int4Weight,
@@ -190,10 +189,7 @@ struct Lane {
 impl Lane {
     fn new(device: &Device, sizes: [usize; 5]) -> Result<Self, CudaError> {
         let take = |bytes| DeviceBuffer::new(&device.context, bytes);
-        // Products go before decoding wherever both could start.
-        let (_, first) = get_priority_range().map_err(driver("ask for priorities"))?;
-        let stream = device.context.new_stream_with_priority(first);
-        let stream = stream.map_err(driver("make a stream"))?;
+        let stream = device.context.new_stream().map_err(driver("make a stream"))?;
         let [gate_up, down, input, both, activation] = sizes;
         Ok(Self {
             blas: Blas::new(&stream, WORKSPACE_BYTES)?,
