@@ -17,9 +17,9 @@ use crate::target::weights::PackedFormat;
 
 /// Experts under way at the same time.
 pub(super) const LANES: usize = 3;
-/// Multiprocessors that decode weights. The rest multiply: products in whole tiles leave about as
-/// many idle, and a few are as fast as the memory needs.
-const DECODING: usize = 20;
+/// Blocks that decode weights, one a multiprocessor of an H200. Fewer would leave the others to
+/// products, but were slower: the products of an expert then wait for its weights.
+const DECODING: usize = 132;
 /// Rows of every expert start at a multiple of this, so that products of many sizes share plans.
 pub(super) const ROW_ALIGN: usize = 32;
 /// Side of the blocks that share a factor in FP8.
