@@ -1,11 +1,13 @@
 //! Numeric kernels in plain Rust, f32 throughout: products, norms, rotary embedding, attention,
-//! routing, activation, and the decoding of quantised weights.
+//! routing, activation, and the decoding of quantised weights; and in [`cuda`] the same on CUDA
+//! devices.
 //!
 //! Knows nothing of models, files or tensor parallelism. Work is shared out through rayon's
 //! current pool, and no result depends on how many threads did it.
 
 pub mod activation;
 pub mod attention;
+pub mod cuda;
 pub mod dequant;
 pub mod gemm;
 pub mod norm;

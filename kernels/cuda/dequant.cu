@@ -1,0 +1,108 @@
+// Decodes quantised weights, a block for a piece of a row. Twins: dequant.
+
+struct DequantArgs {
+    Mat out;
+    u64 packed, scale;
+    u32 rows, cols, group, scale_cols;
+    float global;
+};
+
+__device__ __constant__ float E2M1[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
+                                          -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+
+// Each format: `value(r, c)` for one value, `values(x, r, c)` for eight that share a scale.
+struct Int4 {
+    const DequantArgs& a;
+    __device__ float scale(i64 r, u32 c) const {
+        return to_float(reinterpret_cast<const bf16*>(a.scale)[r * a.scale_cols + c / a.group]);
+    }
+    __device__ u32 word(i64 r, u32 c) const {
+        return reinterpret_cast<const u32*>(a.packed)[r * ((a.cols + 7) / 8) + c / 8];
+    }
+    __device__ void values(float (&x)[1], i64 r, u32 c) const {
+        i32 q = (i32)(word(r, c) >> (4 * (c % 8)) & 15) - 8;
+        x[0] = to_float(to_bf16((float)q * scale(r, c)));
+    }
+    __device__ void values(float (&x)[8], i64 r, u32 c) const {
+        u32 w = word(r, c);
+        float s = scale(r, c);
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            x[i] = to_float(to_bf16((float)((i32)(w >> (4 * i) & 15) - 8) * s));
+    }
+};
+
+struct Fp8Block {
+    const DequantArgs& a;
+    __device__ float scale(i64 r, u32 c) const {
+        return reinterpret_cast<const float*>(a.scale)[r / a.group * a.scale_cols + c / a.group];
+    }
+    __device__ const u8* codes(i64 r, u32 c) const {
+        return reinterpret_cast<const u8*>(a.packed) + r * a.cols + c;
+    }
+    __device__ void values(float (&x)[1], i64 r, u32 c) const {
+        x[0] = e4m3_to_float(*codes(r, c)) * scale(r, c);
+    }
+    __device__ void values(float (&x)[8], i64 r, u32 c) const {
+        uint2 w = *reinterpret_cast<const uint2*>(codes(r, c));
+        float s = scale(r, c);
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            x[i] = e4m3_to_float((i < 4 ? w.x : w.y) >> (8 * (i % 4)) & 0xff) * s;
+    }
+};
+
+struct Nvfp4 {
+    const DequantArgs& a;
+    __device__ float scale(i64 r, u32 c) const {
+        return e4m3_to_float(reinterpret_cast<const u8*>(a.scale)[r * a.scale_cols + c / 16]) * a.global;
+    }
+    __device__ const u8* bytes(i64 r, u32 c) const {
+        return reinterpret_cast<const u8*>(a.packed) + r * ((a.cols + 1) / 2) + c / 2;
+    }
+    __device__ void values(float (&x)[1], i64 r, u32 c) const {
+        x[0] = E2M1[*bytes(r, c) >> (4 * (c % 2)) & 15] * scale(r, c);
+    }
+    __device__ void values(float (&x)[8], i64 r, u32 c) const {
+        u32 w = *reinterpret_cast<const u32*>(bytes(r, c));
+        float s = scale(r, c);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            // Two bits of exponent and one of mantissa where f32 has eight and 23; the factor
+            // 2^126 makes up for the exponents' different zero.
+            u32 code = w >> (4 * i) & 15;
+            float magnitude = __uint_as_float((code & 7) << 22) * __uint_as_float(0x7e800000u);
+            x[i] = (code & 8 ? -magnitude : magnitude) * s;
+        }
+    }
+};
+
+template <typename Format, typename T, int V>
+__device__ __forceinline__ void decode(const DequantArgs& a) {
+    Format format = {a};
+    i64 r = blockIdx.x;
+    u32 first = blockIdx.y * 4 * 256 * V + threadIdx.x * V;
+#pragma unroll
+    for (int step = 0; step < 4; step++) {
+        u32 c = first + step * 256 * V;
+        if (c >= a.cols) return;
+        float x[V];
+        format.values(x, r, c);
+        store(row_of<T>(a.out, r) + c, x);
+    }
+}
+
+#define MAKE_DEQUANT(name, Format, T)                                                            \
+    extern "C" __global__ void __launch_bounds__(256) KERNEL1(name, T, v8)(DequantArgs a) {      \
+        decode<Format, T, 8>(a);                                                                 \
+    }                                                                                            \
+    extern "C" __global__ void __launch_bounds__(256) KERNEL1(name, T, v1)(DequantArgs a) {      \
+        decode<Format, T, 1>(a);                                                                 \
+    }
+
+MAKE_DEQUANT(dequant_int4, Int4, bf16)
+MAKE_DEQUANT(dequant_int4, Int4, float)
+MAKE_DEQUANT(dequant_fp8_block, Fp8Block, bf16)
+MAKE_DEQUANT(dequant_fp8_block, Fp8Block, float)
+MAKE_DEQUANT(dequant_nvfp4, Nvfp4, bf16)
+MAKE_DEQUANT(dequant_nvfp4, Nvfp4, float)

@@ -1,0 +1,170 @@
+//! Launches of causal attention over packed sequences. Knows nothing of projections or caches.
+
+use super::views::HeadsArg;
+use super::{CudaError, DeviceHeads, DeviceMatrix, DeviceVector, Dtype, Launcher, Shape, ensure};
+
+/// Widest head of the kernel for any shape.
+const MAX_WIDTH: usize = 256;
+
+/// Attention of packed sequences. Query head `h` reads key head `h * kv_heads / heads`. A sequence
+/// may have more keys than queries: its queries are then its last positions.
+#[derive(Clone, Copy, Debug)]
+pub struct Attention {
+    /// Written: [queries, heads, v_dim].
+    pub out: DeviceHeads,
+    /// [queries, heads, qk_dim].
+    pub q: DeviceHeads,
+    /// [keys, kv_heads, qk_dim], or without the shared part if there is one.
+    pub k: DeviceHeads,
+    /// The last `cols` values of every key, the same for all heads: [keys, cols].
+    pub k_shared: Option<DeviceMatrix>,
+    /// [keys, kv_heads, v_dim].
+    pub v: DeviceHeads,
+    /// Natural logarithm of each softmax's denominator, if wanted: row-major [queries, heads].
+    pub lse: Option<DeviceVector<f32>>,
+    /// First query row of each sequence, and the total: [sequences + 1].
+    pub cu_q: DeviceVector<u32>,
+    /// First key row of each sequence, and the total: [sequences + 1].
+    pub cu_k: DeviceVector<u32>,
+    /// Queries of the longest sequence.
+    pub longest: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Key and value heads; divides `heads`.
+    pub kv_heads: usize,
+    /// Width of a query and of a whole key.
+    pub qk_dim: usize,
+    /// Width of a value.
+    pub v_dim: usize,
+    /// Factor on the scores.
+    pub scale: f32,
+}
+
+/// A kernel that computes attention.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum AttentionVariant {
+    /// One warp a query and head: any widths up to 256, both types; slow.
+    Any,
+    /// Tensor cores through mma.sync: bf16, widths (192, 128), (128, 128), (64, 64).
+    Mma,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct AttentionArgs {
+    out: HeadsArg,
+    q: HeadsArg,
+    k: HeadsArg,
+    v: HeadsArg,
+    k_shared: HeadsArg,
+    lse: u64,
+    cu_q: u64,
+    cu_k: u64,
+    heads: u32,
+    kv_heads: u32,
+    qk_dim: u32,
+    v_dim: u32,
+    /// Width of the shared part of a key, 0 for none.
+    shared_dim: u32,
+    scale: f32,
+}
+
+impl Attention {
+    /// The fastest kernel for these shapes.
+    pub fn variant(&self) -> AttentionVariant {
+        if self.fits_mma() { AttentionVariant::Mma } else { AttentionVariant::Any }
+    }
+
+    fn shared_dim(&self) -> usize {
+        self.k_shared.map_or(0, |shared| shared.cols)
+    }
+
+    fn fits_mma(&self) -> bool {
+        let views = [&self.out, &self.q, &self.k, &self.v];
+        views.iter().all(|view| view.dtype == Dtype::Bf16 && view.in_vectors())
+            && [(192, 128), (128, 128), (64, 64)].contains(&(self.qk_dim, self.v_dim))
+            && self.k_shared.is_none_or(|shared| shared.in_vectors() && shared.cols == 64)
+            && (self.k_shared.is_none() || self.qk_dim == 192)
+    }
+
+    fn check(&self) -> Result<(), CudaError> {
+        let Self { out, q, k, v, cu_q, cu_k, lse, k_shared, .. } = self;
+        let fits = out.rows == q.rows
+            && k.rows == v.rows
+            && [out, k, v].iter().all(|view| view.dtype == q.dtype)
+            && k_shared.is_none_or(|m| m.rows == k.rows && m.dtype == q.dtype)
+            && self.shared_dim() < self.qk_dim
+            && cu_q.len == cu_k.len
+            && cu_q.len > 0
+            && lse.is_none_or(|lse| lse.len == q.rows * self.heads)
+            && self.heads > 0
+            && self.kv_heads > 0
+            && self.heads.is_multiple_of(self.kv_heads)
+            && (1..=MAX_WIDTH).contains(&self.qk_dim)
+            && (1..=MAX_WIDTH).contains(&self.v_dim)
+            && self.longest <= q.rows;
+        ensure(fits, || format!("{self:?}"))
+    }
+
+    fn args(&self) -> AttentionArgs {
+        let none = HeadsArg { address: 0, row_stride: 0, head_stride: 0 };
+        let shared = |m: DeviceMatrix| DeviceHeads::of(m, 0, 0).arg();
+        AttentionArgs {
+            out: self.out.arg(),
+            q: self.q.arg(),
+            k: self.k.arg(),
+            v: self.v.arg(),
+            k_shared: self.k_shared.map_or(none, shared),
+            lse: self.lse.map_or(0, |lse| lse.address),
+            cu_q: self.cu_q.address,
+            cu_k: self.cu_k.address,
+            heads: self.heads as u32,
+            kv_heads: self.kv_heads as u32,
+            qk_dim: self.qk_dim as u32,
+            v_dim: self.v_dim as u32,
+            shared_dim: self.shared_dim() as u32,
+            scale: self.scale,
+        }
+    }
+}
+
+impl Launcher<'_> {
+    /// `out = softmax(scale * q k^T + causal) v` for every sequence and head, by the fastest kernel
+    /// for the shapes.
+    pub fn attention(&self, call: &Attention) -> Result<(), CudaError> {
+        self.attention_by(call.variant(), call)
+    }
+
+    /// The same by the kernel of the caller's choice.
+    pub fn attention_by(
+        &self,
+        variant: AttentionVariant,
+        call: &Attention,
+    ) -> Result<(), CudaError> {
+        call.check()?;
+        let sequences = call.cu_q.len - 1;
+        if sequences == 0 || call.longest == 0 {
+            return Ok(());
+        }
+        let narrow = sequences <= 65_535 && call.heads <= 65_535;
+        ensure(narrow, || format!("{sequences} sequences in one attention"))?;
+        let (rows, threads, shared, name) = match variant {
+            AttentionVariant::Any => {
+                let shared = 4 * (MAX_WIDTH + 32) * size_of::<f32>();
+                (4, 128, shared, format!("attention_any_{}", call.q.dtype.name()))
+            }
+            AttentionVariant::Mma => {
+                ensure(call.fits_mma(), || format!("attention by mma of {call:?}"))?;
+                let (qk, v) = (call.qk_dim, call.v_dim);
+                // Two tiles of 64 keys and values; queries go through the same memory first.
+                let shared = 2 * (64 * qk + 64 * v).max(64 * qk) * 2;
+                let part = if call.k_shared.is_some() { "_shared" } else { "" };
+                (128, 256, shared, format!("attention_mma_{qk}_{v}{part}"))
+            }
+        };
+        let tiles = u32::try_from(call.longest.div_ceil(rows)).unwrap_or(u32::MAX);
+        let grid = (tiles, call.heads as u32, sequences as u32);
+        let shape = Shape { grid, block: (threads, 1, 1), shared: shared as u32 };
+        self.launch(&name, shape, &call.args())
+    }
+}
