@@ -11,6 +11,7 @@ pub mod cuda;
 pub mod dequant;
 pub mod gemm;
 pub mod norm;
+pub mod reference;
 pub mod rope;
 pub mod router;
 mod simd;

@@ -47,6 +47,8 @@ pub enum AttentionVariant {
     Any,
     /// Tensor cores through mma.sync: bf16, widths (192, 128), (128, 128), (64, 64).
     Mma,
+    /// Warpgroup products of Hopper: bf16, widths (192, 128), (128, 128); the fastest there.
+    Wgmma,
 }
 
 #[repr(C)]
@@ -85,6 +87,10 @@ impl Attention {
             && [(192, 128), (128, 128), (64, 64)].contains(&(self.qk_dim, self.v_dim))
             && self.k_shared.is_none_or(|shared| shared.in_vectors() && shared.cols == 64)
             && (self.k_shared.is_none() || self.qk_dim == 192)
+    }
+
+    fn fits_wgmma(&self) -> bool {
+        self.fits_mma() && self.v_dim == 128
     }
 
     fn check(&self) -> Result<(), CudaError> {
@@ -152,6 +158,15 @@ impl Launcher<'_> {
             AttentionVariant::Any => {
                 let shared = 4 * (MAX_WIDTH + 32) * size_of::<f32>();
                 (4, 128, shared, format!("attention_any_{}", call.q.dtype.name()))
+            }
+            AttentionVariant::Wgmma => {
+                let fits = self.kernels.arch().name() == "sm_90a" && call.fits_wgmma();
+                ensure(fits, || format!("attention by wgmma of {call:?}"))?;
+                let (qk, v) = (call.qk_dim, call.v_dim);
+                // Queries, two stages of keys and of values, barriers, and room to align.
+                let shared = (3 * qk + 2 * v) * 128 * 2 + 2048;
+                let part = if call.k_shared.is_some() { "_shared" } else { "" };
+                (128, 384, shared, format!("attention_wgmma_{qk}_{v}{part}"))
             }
             AttentionVariant::Mma => {
                 ensure(call.fits_mma(), || format!("attention by mma of {call:?}"))?;

@@ -14,7 +14,7 @@ use super::{CudaError, Launcher, Shape};
 const COMMON: &str = include_str!("../../cuda/common.cuh");
 
 /// Every source file: name and text. Each is compiled after common.cuh.
-pub const SOURCES: [(&str, &str); 8] = [
+pub const SOURCES: [(&str, &str); 9] = [
     ("rows.cu", include_str!("../../cuda/rows.cu")),
     ("norm.cu", include_str!("../../cuda/norm.cu")),
     ("rope.cu", include_str!("../../cuda/rope.cu")),
@@ -23,6 +23,7 @@ pub const SOURCES: [(&str, &str); 8] = [
     ("stats.cu", include_str!("../../cuda/stats.cu")),
     ("attention_any.cu", include_str!("../../cuda/attention_any.cu")),
     ("attention_mma.cu", include_str!("../../cuda/attention_mma.cu")),
+    ("attention_wgmma.cu", include_str!("../../cuda/attention_wgmma.cu")),
 ];
 
 /// An architecture that NVRTC compiles for.
@@ -118,10 +119,7 @@ fn compile_program(
     file: &str,
     arch: &Arch,
 ) -> Result<Vec<u8>, CudaError> {
-    let options = [
-        format!("--gpu-architecture={}", arch.name()),
-        "--std=c++17".to_owned(),
-    ];
+    let options = [format!("--gpu-architecture={}", arch.name()), "--std=c++17".to_owned()];
     // SAFETY: the program is live throughout, and both sizes are those NVRTC asks for.
     unsafe {
         if let Err(source) = nvrtc::compile_program(program, &options) {
