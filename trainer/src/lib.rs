@@ -33,5 +33,5 @@ pub mod vocab;
 pub use batch::{BatchTokens, FrozenTarget, TargetWeights, TrainBatch};
 pub use draft::{DraftConfig, DraftVocabulary, Eagle3Draft, Param};
 pub use metrics::TttMetrics;
-pub use ops::DraftOps;
+pub use ops::{DraftOps, cuda};
 pub use ttt::{TttOptions, TttOutput, ttt_step};

@@ -5,6 +5,7 @@ mod support;
 
 use std::path::Path;
 
+use burn::tensor::FloatDType;
 use burn::backend::{Autodiff, Flex};
 use trainer::checkpoint::{Checkpoint, Parts, RunDir};
 use trainer::config::{FitConfig, Layout};
@@ -14,7 +15,7 @@ use trainer::fit::{self, FitError, FitReport, Start};
 type Backend = Autodiff<Flex>;
 
 fn run(config: &FitConfig, start: Start) -> Result<FitReport, FitError> {
-    fit::run::<Backend>(config, start, &Default::default())
+    fit::run::<Backend>(config, start, (&Default::default(), FloatDType::F32))
 }
 
 fn bytes(dir: &Path, name: &str) -> Vec<u8> {

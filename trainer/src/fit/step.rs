@@ -1,6 +1,7 @@
 //! What changes during a run, one optimizer step at a time. Knows no files but through
 //! checkpoints.
 
+use burn::tensor::FloatDType;
 use burn::tensor::backend::AutodiffBackend;
 
 use super::{FitError, Session, Start};
@@ -16,7 +17,7 @@ use crate::optimizer::{AdamW, AdamWConfig, Named, add_scaled};
 use crate::run_log::{Record, put_depths};
 use crate::schedule::Schedule;
 use crate::tensors::TensorFile;
-use crate::ttt::{TttOptions, step_rows, ttt_step};
+use crate::ttt::{TttError, TttOptions, step_rows, ttt_step};
 
 /// Weights, moments and position of a run.
 #[derive(Debug)]
@@ -98,10 +99,12 @@ where
             &session.device,
         )?;
         if config.draft.lm_head_init == LmHeadInit::Target {
-            draft = draft.with_lm_head(session.draft_rows_of_lm_head())?;
+            draft = draft.with_lm_head(session.draft_rows_of_lm_head().cast(FloatDType::F32))?;
         }
+        let optimizer = AdamW::new(adamw(config), &draft);
+        let (optimizer, draft) = optimizer.with_working_copy(draft, session.dtype);
         Ok(Self {
-            optimizer: AdamW::new(adamw(config), &draft),
+            optimizer,
             draft,
             step: 0,
             loader: LoaderState::default(),
@@ -127,9 +130,12 @@ where
             return Err(FitError::OtherVocab { stored, current });
         }
         let (first, second) = checkpoint.moments(&session.device)?;
+        let optimizer = AdamW::from_moments(adamw(&session.config), state.step, first, second);
+        let draft = checkpoint.draft(&session.device)?;
+        let (optimizer, draft) = optimizer.with_working_copy(draft, session.dtype);
         Ok(Self {
-            draft: checkpoint.draft(&session.device)?,
-            optimizer: AdamW::from_moments(adamw(&session.config), state.step, first, second),
+            draft,
+            optimizer,
             step: state.step,
             loader: state.loader,
             best: state.best,
@@ -166,7 +172,7 @@ where
         for host in group {
             tokens += host.tokens.rows() as u64;
             let samples = host.samples.clone();
-            let batch = host.to_device::<B>(&session.device)?;
+            let batch = host.to_device::<B>(&session.device, session.dtype)?;
             let tracked = Eagle3Draft::<B>::tracked(&self.draft);
             let output = ttt_step(&tracked, &session.frozen, &batch, &options)?;
             let mut sums = output.metrics();
@@ -213,6 +219,9 @@ where
         let gradients =
             gradients.unwrap_or_else(|| self.draft.parameters().into_iter().map(zeros).collect());
         let (draft, norm) = self.optimizer.update(&self.draft, gradients, rate)?;
+        if let Some(fault) = B::InnerBackend::fault(&session.device) {
+            return Err(TttError::from(fault).into());
+        }
         self.draft = draft;
         self.step += 1;
         self.acceptance_length = None;
@@ -233,7 +242,7 @@ where
     /// Everything needed to continue from here.
     pub fn checkpoint(&self, session: &Session<B>) -> Checkpoint {
         let (mut weights, mut optimizer) = (TensorFile::default(), TensorFile::default());
-        to_tensors(&self.draft.parameters(), "", &mut weights);
+        to_tensors(&self.optimizer.weights(&self.draft), "", &mut weights);
         let (first, second) = self.optimizer.moments();
         to_tensors(first, "first.", &mut optimizer);
         to_tensors(second, "second.", &mut optimizer);
