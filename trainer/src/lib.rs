@@ -13,6 +13,7 @@ pub mod draft;
 pub mod export;
 pub mod fit;
 pub mod golden;
+pub mod gradcheck;
 pub mod live;
 pub mod loader;
 pub mod losses;

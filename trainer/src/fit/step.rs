@@ -174,7 +174,10 @@ where
             let samples = host.samples.clone();
             let batch = host.to_device::<B>(&session.device, session.dtype)?;
             let tracked = Eagle3Draft::<B>::tracked(&self.draft);
-            let output = ttt_step(&tracked, &session.frozen, &batch, &options)?;
+            let mut output = ttt_step(&tracked, &session.frozen, &batch, &options)?;
+            // The backward pass goes to the device before the host waits for the loss.
+            let mut back = output.loss.backward();
+            output.fetch();
             let mut sums = output.metrics();
             sums.step_divisor.clone_from(&divisors);
             let loss = sums.loss(options.step_decay);
@@ -184,7 +187,7 @@ where
                 return Err(FitError::LossNotFinite { step: self.step, loss, samples });
             }
             if sums.step_rows.iter().any(|&rows| rows > 0) {
-                let more = tracked.gradients(&mut output.loss.backward());
+                let more = tracked.gradients(&mut back);
                 gradients = Some(match gradients {
                     None => more,
                     total => add_scaled(total, more, 1.0),
