@@ -13,9 +13,9 @@ struct AdamWArgs {
     float rate, beta1, beta2, epsilon, kept, first_part, second_part, gradient_scale;
 };
 
-#define SQUARE_BLOCKS 256
+#define SQUARE_BLOCKS 1024
 
-// A sum for each of 256 blocks, in f64; their order is fixed.
+// A sum for each of 1024 blocks, in f64; their order is fixed.
 template <typename T, int V>
 __device__ __forceinline__ void squares(const SquaresArgs& a) {
     __shared__ double parts[256];

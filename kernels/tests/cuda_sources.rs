@@ -39,7 +39,11 @@ fn every_source_compiles_everywhere() {
         }
         other => panic!("a broken source gave {other:?}"),
     }
-    for (source, arch) in SOURCES.iter().chain(&TRAIN_SOURCES[2..]).flat_map(|s| architectures().map(|arch| (*s, arch))) {
+    for (source, arch) in SOURCES
+        .iter()
+        .chain(&TRAIN_SOURCES[2..])
+        .flat_map(|s| architectures().map(|arch| (*s, arch)))
+    {
         let code = compile(source, &arch).unwrap_or_else(|error| panic!("{error}"));
         assert!(code.starts_with(b"\x7fELF"), "{} for {}", source.0, arch.name());
     }

@@ -4,8 +4,8 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use burn::tensor::{FloatDType, Tensor};
 use burn::tensor::backend::{AutodiffBackend, Backend};
+use burn::tensor::{FloatDType, Tensor};
 use safetensors::{Dtype, SafeTensors};
 use serde::Deserialize;
 use thiserror::Error;

@@ -457,7 +457,10 @@ fn one<B: Differentiable>(
     let runner = Runner::<B> { device: device.clone(), dtype, plain: false };
     let computed = case.run(&runner);
     if let Some(fault) = B::fault(device) {
-        return Err(DeviceFault { message: format!("{}: {}", case.name(), fault.message), ..fault });
+        return Err(DeviceFault {
+            message: format!("{}: {}", case.name(), fault.message),
+            ..fault
+        });
     }
     for (name, computed) in computed {
         let Some((_, expected)) = expected.iter().find(|(known, _)| *known == name) else {
@@ -465,11 +468,15 @@ fn one<B: Differentiable>(
         };
         let most = expected.iter().fold(0.0f32, |most, x| most.max(x.abs()));
         let apart = computed.iter().zip(expected).map(|(a, b)| (a - b).abs());
-        let worst = apart.fold(0.0f32, |worst, x| if x.is_nan() { f32::INFINITY } else { worst.max(x) });
+        let worst =
+            apart.fold(0.0f32, |worst, x| if x.is_nan() { f32::INFINITY } else { worst.max(x) });
         let same_length = computed.len() == expected.len();
         let value = if same_length { f64::from(worst / most.max(1e-20)) } else { f64::INFINITY };
         let turned = 1.0 - cosine(&computed, expected);
-        list.push(Difference { name: format!("{} {name} (turned {turned:.0e})", case.name()), value });
+        list.push(Difference {
+            name: format!("{} {name} (turned {turned:.0e})", case.name()),
+            value,
+        });
     }
     Ok(())
 }

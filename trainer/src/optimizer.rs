@@ -1,7 +1,7 @@
 //! AdamW over named parameters, with global-norm clipping. Knows no model and no schedule.
 
-use burn::tensor::backend::Backend;
 use burn::tensor::FloatDType;
+use burn::tensor::backend::Backend;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
@@ -163,7 +163,8 @@ impl<B: DraftOps> AdamW<B> {
     }
 
     fn global_norm(&self, gradients: &Named<B>) -> Result<f64, GradientError> {
-        let values: Vec<Param<B>> = gradients.iter().map(|(_, gradient)| gradient.clone()).collect();
+        let values: Vec<Param<B>> =
+            gradients.iter().map(|(_, gradient)| gradient.clone()).collect();
         let squares = B::square_sums(&values);
         let bad = gradients.iter().zip(&squares).find(|(_, sum)| !sum.is_finite());
         match bad {
@@ -211,7 +212,12 @@ struct Parts<B: Backend> {
 impl Step {
     fn apply<B: DraftOps>(&self, parts: Parts<B>, gradient: Param<B>) -> Parts<B> {
         match (parts.param, parts.first, parts.second, gradient) {
-            (Param::Vector(param), Param::Vector(first), Param::Vector(second), Param::Vector(g)) => {
+            (
+                Param::Vector(param),
+                Param::Vector(first),
+                Param::Vector(second),
+                Param::Vector(g),
+            ) => {
                 let master = match parts.master {
                     Some(Param::Vector(master)) => Some(master),
                     _ => None,
@@ -225,7 +231,12 @@ impl Step {
                     second: Param::Vector(done.second),
                 }
             }
-            (Param::Matrix(param), Param::Matrix(first), Param::Matrix(second), Param::Matrix(g)) => {
+            (
+                Param::Matrix(param),
+                Param::Matrix(first),
+                Param::Matrix(second),
+                Param::Matrix(g),
+            ) => {
                 let master = match parts.master {
                     Some(Param::Matrix(master)) => Some(master),
                     _ => None,

@@ -6,8 +6,8 @@ mod support;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use burn::tensor::FloatDType;
 use burn::backend::{Autodiff, Flex};
+use burn::tensor::FloatDType;
 use safetensors::Dtype;
 use serde_json::{Value, json};
 use trainer::checkpoint::{Checkpoint, Parts};
@@ -25,7 +25,9 @@ fn checkpoint(dir: &Path, change: impl FnOnce(&mut trainer::config::FitConfig)) 
     let mut config = support::config(&data, &dir.join("run"));
     config.train.max_steps = 2;
     change(&mut config);
-    let report = fit::run::<Autodiff<Flex>>(&config, Start::Fresh, (&Default::default(), FloatDType::F32)).unwrap();
+    let report =
+        fit::run::<Autodiff<Flex>>(&config, Start::Fresh, (&Default::default(), FloatDType::F32))
+            .unwrap();
     Checkpoint::load(&report.checkpoint, Parts::Inference).unwrap()
 }
 

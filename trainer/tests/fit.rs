@@ -5,8 +5,8 @@ mod support;
 
 use std::path::Path;
 
-use burn::tensor::FloatDType;
 use burn::backend::{Autodiff, Flex};
+use burn::tensor::FloatDType;
 use trainer::checkpoint::{Checkpoint, Parts, RunDir};
 use trainer::config::{FitConfig, Layout};
 use trainer::dataset::ManifestDataset;

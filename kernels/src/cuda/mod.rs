@@ -34,9 +34,7 @@ pub use shared_stream::{PartTimer, SharedStream};
 pub use stats::StateStats;
 pub use train_attention::{MAX_OWN, OwnGradient, OwnStep, TrainOperands, TrainPlan};
 pub use train_loss::{Comparison, RunningSoftmax, TeacherViews};
-pub use train_rows::{
-    AdamWNumbers, AdamWViews, NORM_PARTS, NormGradient, SQUARE_PARTS, Turn,
-};
+pub use train_rows::{AdamWNumbers, AdamWViews, NORM_PARTS, NormGradient, SQUARE_PARTS, Turn};
 pub use views::{DeviceHeads, DeviceMatrix, DeviceVector, Dtype};
 
 use cudarc::driver::CudaStream;

@@ -16,9 +16,7 @@ pub struct SharedStream {
     after: CudaEvent,
 }
 
-fn wrong(
-    operation: &'static str,
-) -> impl FnOnce(result::DriverError) -> CudaError {
+fn wrong(operation: &'static str) -> impl FnOnce(result::DriverError) -> CudaError {
     CudaError::driver(operation)
 }
 
@@ -40,10 +38,8 @@ impl SharedStream {
     pub fn begin(&self) -> Result<(), CudaError> {
         self.context.bind_to_thread().map_err(wrong("make the context current"))?;
         // SAFETY: context and event are live; both calls only enqueue.
-        unsafe {
-            sys::cuCtxRecordEvent(self.context.cu_ctx(), self.before.cu_event()).result()
-        }
-        .map_err(wrong("record an event of the context (needs a driver for CUDA 12.5)"))?;
+        unsafe { sys::cuCtxRecordEvent(self.context.cu_ctx(), self.before.cu_event()).result() }
+            .map_err(wrong("record an event of the context (needs a driver for CUDA 12.5)"))?;
         self.stream.wait(&self.before).map_err(wrong("wait for the context"))
     }
 

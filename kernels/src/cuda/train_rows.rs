@@ -7,7 +7,7 @@ use super::{CudaError, DeviceHeads, DeviceMatrix, DeviceVector, Dtype, Launcher,
 /// Blocks of [`Launcher::norm_gradient`], each with a part of the weight's gradient.
 pub const NORM_PARTS: usize = 264;
 /// Parts of each sum of [`Launcher::squares`].
-pub const SQUARE_PARTS: usize = 256;
+pub const SQUARE_PARTS: usize = 1024;
 
 /// Operands of the gradient of an RMS norm.
 #[derive(Clone, Copy, Debug)]

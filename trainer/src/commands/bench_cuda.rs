@@ -48,7 +48,8 @@ fn random(
 ) -> Tensor<Cuda, 2> {
     let float = (device, DType::F32);
     let random = |rows| {
-        Tensor::<Cuda, 2>::random([rows, cols], Distribution::Normal(0.0, spread), float).cast(dtype)
+        Tensor::<Cuda, 2>::random([rows, cols], Distribution::Normal(0.0, spread), float)
+            .cast(dtype)
     };
     // Large matrices repeat a part, so that no f32 copy of the whole is ever there.
     match rows % 16 {
@@ -148,10 +149,8 @@ pub(super) fn run(
     let [free, all] = settle(device)?;
     steps.sort_by(|a, b| a.whole.total_cmp(&b.whole));
     let (fastest, median) = (steps[0].whole, &steps[steps.len() / 2]);
-    let (sparse, dense) = (
-        args.flop(setting.batch.tokens(), args.dense),
-        args.flop(setting.batch.tokens(), true),
-    );
+    let (sparse, dense) =
+        (args.flop(setting.batch.tokens(), args.dense), args.flop(setting.batch.tokens(), true));
     drop(setting);
     let limit = ceiling(place)?;
     let floor = |flop: f64| flop / limit / 1e9;
@@ -175,9 +174,18 @@ pub(super) fn run(
     writeln!(out, "gemm ceiling     {limit:10.1} TFLOP/s ({SQUARE}^3)")?;
     let share = |flop: f64| 100.0 * floor(flop) / median.whole;
     writeln!(out, "dense floor      {:10.1} ms, {:.1} % of the step", floor(dense), share(dense))?;
-    writeln!(out, "sparse floor     {:10.1} ms, {:.1} % of the step", floor(sparse), share(sparse))?;
+    writeln!(
+        out,
+        "sparse floor     {:10.1} ms, {:.1} % of the step",
+        floor(sparse),
+        share(sparse)
+    )?;
     let used = (all - free) as f64 / 1e9;
-    writeln!(out, "device memory    {used:10.2} GB of {:.1}, all of this process", all as f64 / 1e9)?;
+    writeln!(
+        out,
+        "device memory    {used:10.2} GB of {:.1}, all of this process",
+        all as f64 / 1e9
+    )?;
     writeln!(out, "first step after {ready:10.1} s, itself {:.1} ms", first.whole)?;
     Ok(true)
 }

@@ -6,6 +6,7 @@
 mod cpu;
 pub mod cuda;
 mod flex;
+mod gradients;
 mod graph;
 pub mod plain;
 
@@ -14,7 +15,7 @@ use std::sync::Arc;
 
 use burn::tensor::{Int, Tensor, TensorData, backend::Backend};
 
-pub use self::graph::{AttentionOperands, DraftGradients, EarlierSums};
+pub use self::gradients::{AttentionOperands, DraftGradients, EarlierSums};
 use crate::draft::Param;
 use crate::losses::LossKind;
 

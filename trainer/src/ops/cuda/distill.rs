@@ -108,7 +108,8 @@ impl Teacher<'_> {
             work.part(Part::Loss)?;
             work.launch.scan_vocabulary(&logits, first, &running)?;
             if with_draft {
-                let place = |token: usize| self.host_ids.partition_point(|&id| (id as usize) < token);
+                let place =
+                    |token: usize| self.host_ids.partition_point(|&id| (id as usize) < token);
                 let (begin, end) = (place(first), place(last));
                 let place = [begin, end - begin, first];
                 work.launch.pick_tokens(&picked, &logits, self.ids, place)?;
@@ -146,7 +147,8 @@ impl Draft {
         (first, last): (usize, usize),
     ) -> Result<(), CudaError> {
         let count = last - first;
-        let (hidden, logits) = (self.hidden.row_range(first..last), self.logits.row_range(0..count));
+        let (hidden, logits) =
+            (self.hidden.row_range(first..last), self.logits.row_range(0..count));
         work.part(Part::Gemm)?;
         work.product(&logits, &hidden, &self.lm_head, Product::LINEAR)?;
         work.part(Part::Loss)?;
@@ -191,10 +193,8 @@ pub(super) fn distill(
     let ([count, _], [vocabulary, _]) = (hidden.dims(), lm_head.dims());
     let states_at_once = rows.states_at_once.clamp(1, states.dims()[0].max(1));
     let room = Room::new([states_at_once, frozen.dims()[0], vocabulary], &device);
-    let teacher = room.teacher(
-        matrix(&frozen),
-        (ids(&head.draft_to_target.device), head.draft_to_target.host()),
-    );
+    let teacher = room
+        .teacher(matrix(&frozen), (ids(&head.draft_to_target.device), head.draft_to_target.host()));
     let row_block = block(LOGITS / vocabulary.max(1), count);
     let logits = empty([row_block, vocabulary], (&device, DType::F32));
     let gradient = with_gradients.then(|| empty([row_block, vocabulary], (&device, dtype)));

@@ -66,6 +66,7 @@ fn engine(ordinal: usize) -> Result<Arc<Engine>, CudaError> {
         return Ok(engine.clone());
     }
     let context = context(ordinal)?;
+    require_headers()?;
     let kernels = CudaKernels::load_sources(&context, cache_dir().as_deref(), &TRAIN_SOURCES)?;
     let shared = SharedStream::new(&context)?;
     let blas = Mutex::new(Blas::new(shared.stream(), WORKSPACE)?);
@@ -74,8 +75,26 @@ fn engine(ordinal: usize) -> Result<Arc<Engine>, CudaError> {
     Ok(engine)
 }
 
+/// Burn compiles its kernels with NVIDIA's headers, and panics without.
+fn require_headers() -> Result<(), CudaError> {
+    let set = std::env::var_os("CUDA_PATH").map(PathBuf::from);
+    let places = match set {
+        Some(path) => vec![path],
+        None => ["/usr/local/cuda", "/opt/cuda", "/usr"].map(PathBuf::from).to_vec(),
+    };
+    if places.iter().any(|place| place.join("include").join("cuda_bf16.h").is_file()) {
+        return Ok(());
+    }
+    let hint = "install the CUDA toolkit (13.0), or set CUDA_PATH to a folder whose `include` has \
+                the headers of the PyPI package nvidia-cuda-runtime";
+    Err(CudaError::MissingLibrary { library: "cuda_bf16.h", hint })
+}
+
 /// Where compiled kernels are kept from one start to the next.
 fn cache_dir() -> Option<PathBuf> {
+    if let Some(dir) = std::env::var_os("AERIE_KERNEL_CACHE") {
+        return Some(dir.into());
+    }
     let base = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
     let base = base.or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache")))?;
     Some(base.join("aerie").join("kernels"))
@@ -163,8 +182,7 @@ pub(super) fn fetch(device: &CudaDevice, vector: DeviceVector<f64>) -> Vec<f64> 
     if lock(&FAULT).is_some() {
         return Vec::new();
     }
-    let fetched =
-        engine(device.index).and_then(|engine| download(engine.shared.stream(), vector));
+    let fetched = engine(device.index).and_then(|engine| download(engine.shared.stream(), vector));
     fetched.unwrap_or_else(|error| {
         note(&error);
         Vec::new()

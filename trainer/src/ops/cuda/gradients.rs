@@ -109,9 +109,7 @@ impl DraftGradients for Cuda {
         let (starts, sources) = (upload(starts, &device), upload(sources, &device));
         let out = empty([count, gradient.dims()[1]], (&device, gradient.dtype()));
         let views = (matrix(&out), matrix(&gradient), ids(&starts), ids(&sources));
-        run(&device, Part::Rows, |work| {
-            work.launch.sum_rows(&views.0, &views.1, views.2, views.3)
-        });
+        run(&device, Part::Rows, |work| work.launch.sum_rows(&views.0, &views.1, views.2, views.3));
         out
     }
 

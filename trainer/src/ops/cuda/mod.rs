@@ -12,8 +12,8 @@ use burn::backend::Cuda;
 use burn::tensor::{FloatDType, Tensor};
 use kernels::cuda::{Product, Turn};
 
-use self::engine::{run, take_fault};
 pub use self::engine::{Part, open, settle, start_timer, take_times};
+use self::engine::{run, take_fault};
 use self::views::{T, empty, heads, ids, in_rows, matrix, vector};
 use super::{
     AdamWState, AdamWStep, AttentionOperands, AttentionPlan, DeviceFault, DistillRows, Distilled,
@@ -27,9 +27,7 @@ fn project(x: T<2>, weight: T<2>) -> T<2> {
     let device = x.device();
     let out = empty([x.dims()[0], weight.dims()[0]], (&device, x.dtype()));
     let views = (matrix(&out), matrix(&x), matrix(&weight));
-    run(&device, Part::Gemm, |work| {
-        work.product(&views.0, &views.1, &views.2, Product::LINEAR)
-    });
+    run(&device, Part::Gemm, |work| work.product(&views.0, &views.1, &views.2, Product::LINEAR));
     out
 }
 
@@ -105,8 +103,7 @@ impl DraftOps for Cuda {
         values: &[Tensor<Self, 3>],
         plan: &AttentionPlan<Self>,
     ) -> Tensor<Self, 3> {
-        let operands =
-            AttentionOperands { queries, keys: keys.to_vec(), values: values.to_vec() };
+        let operands = AttentionOperands { queries, keys: keys.to_vec(), values: values.to_vec() };
         Self::attend(&operands, plan).0
     }
 

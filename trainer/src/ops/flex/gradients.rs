@@ -8,7 +8,7 @@ use kernels::gemm::{GemmDims, matmul_nn, matmul_tn};
 
 use super::super::cpu::attention::{self, HostPlan};
 use super::super::cpu::{rows, threads};
-use super::super::graph::{AttentionOperands, DraftGradients, EarlierSums};
+use super::super::{AttentionOperands, DraftGradients, EarlierSums};
 use super::{
     AttentionPlan, DistillRows, Distilled, Host, HostRotation, RotaryTable, RowIndex, TeacherHead,
     attend, compact, distilled, flex, head_tensors, outcome_tensor, tensor, with_operands,
@@ -102,10 +102,8 @@ impl DraftGradients for Flex {
         });
         let sums = |parts: Vec<Vec<f32>>, like: &[Host], earlier: Vec<Option<Tensor<Self, 3>>>| {
             let sum = |((part, like), earlier): ((Vec<f32>, &Host), Option<Tensor<Self, 3>>)| {
-                let part = Tensor::from_primitive(TensorPrimitive::Float(flex(
-                    part,
-                    like.dims::<3>(),
-                )));
+                let part =
+                    Tensor::from_primitive(TensorPrimitive::Float(flex(part, like.dims::<3>())));
                 earlier.map_or(part.clone(), |earlier| part + earlier)
             };
             parts.into_iter().zip(like).zip(earlier).map(sum).collect()
@@ -132,10 +130,8 @@ impl DraftGradients for Flex {
             loss: tensor(flex(vec![result.loss], [1])),
             rows: tensor(outcome_tensor(result.outcomes)),
         };
-        let parts = [
-            tensor(flex(dhidden, hidden.dims::<2>())),
-            tensor(flex(dhead, lm_head.dims::<2>())),
-        ];
+        let parts =
+            [tensor(flex(dhidden, hidden.dims::<2>())), tensor(flex(dhead, lm_head.dims::<2>()))];
         (made, parts)
     }
 
