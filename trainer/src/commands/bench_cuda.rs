@@ -8,7 +8,7 @@ use burn::backend::cuda::CudaDevice;
 use burn::backend::{Autodiff, Cuda};
 use burn::tensor::{DType, Distribution, FloatDType, Tensor};
 use kernels::cuda::CudaError;
-use trainer::cuda::{Part, settle, start_timer, take_times};
+use trainer::cuda::{Part, settle, start_timer, take_times, tensor_memory};
 use trainer::draft::ParamShapeError;
 use trainer::optimizer::{AdamW, AdamWConfig};
 use trainer::{
@@ -39,6 +39,8 @@ struct Timed {
     whole: f64,
     parts: Vec<f64>,
     loss: f64,
+    /// Bytes of tensors after the forward pass.
+    tensors: u64,
 }
 
 fn random(
@@ -99,6 +101,7 @@ impl Setting {
         let clock = Instant::now();
         let tracked = Eagle3Draft::<B>::tracked(&self.draft);
         let mut output = ttt_step(&tracked, &self.target, &self.batch, &self.options)?;
+        let [tensors, _] = tensor_memory(device);
         let mut gradients = output.loss.backward();
         output.fetch();
         let gradients = tracked.gradients(&mut gradients);
@@ -111,7 +114,7 @@ impl Setting {
         }
         settle(device)?;
         let whole = clock.elapsed().as_secs_f64() * 1e3;
-        Ok(Timed { whole, parts: take_times(device)?, loss })
+        Ok(Timed { whole, parts: take_times(device)?, loss, tensors })
     }
 }
 
@@ -147,6 +150,7 @@ pub(super) fn run(
         .collect::<anyhow::Result<Vec<_>>>()?
         .split_off(1);
     let [free, all] = settle(device)?;
+    let [_, reserved] = tensor_memory(device);
     steps.sort_by(|a, b| a.whole.total_cmp(&b.whole));
     let (fastest, median) = (steps[0].whole, &steps[steps.len() / 2]);
     let (sparse, dense) =
@@ -180,12 +184,11 @@ pub(super) fn run(
         floor(sparse),
         share(sparse)
     )?;
-    let used = (all - free) as f64 / 1e9;
-    writeln!(
-        out,
-        "device memory    {used:10.2} GB of {:.1}, all of this process",
-        all as f64 / 1e9
-    )?;
+    let gb = |bytes: u64| bytes as f64 / 1e9;
+    writeln!(out, "tensors          {:10.2} GB after the forward pass", gb(median.tensors))?;
+    writeln!(out, "reserved for them{:10.2} GB", gb(reserved))?;
+    let used = (all - free) as u64;
+    writeln!(out, "device memory    {:10.2} GB in use of {:.1}", gb(used), gb(all as u64))?;
     writeln!(out, "first step after {ready:10.1} s, itself {:.1} ms", first.whole)?;
     Ok(true)
 }

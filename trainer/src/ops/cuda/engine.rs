@@ -6,6 +6,8 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn::backend::cuda::CudaDevice;
+use cubecl::Runtime;
+use cubecl::cuda::CudaRuntime;
 use kernels::cuda::{
     Blas, CudaError, CudaKernels, DeviceMatrix, DeviceVector, Launcher, PartTimer, Product,
     SharedStream, TRAIN_SOURCES, context, download,
@@ -187,6 +189,17 @@ pub(super) fn fetch(device: &CudaDevice, vector: DeviceVector<f64>) -> Vec<f64> 
         note(&error);
         Vec::new()
     })
+}
+
+/// Whether something went wrong and nothing runs any more.
+pub(super) fn faulted() -> bool {
+    lock(&FAULT).is_some()
+}
+
+/// Bytes of tensors that exist, and bytes that burn has reserved for tensors.
+pub fn tensor_memory(device: &CudaDevice) -> [u64; 2] {
+    let usage = CudaRuntime::client(device).memory_usage();
+    usage.map_or([0; 2], |usage| [usage.bytes_in_use, usage.bytes_reserved])
 }
 
 /// Starts to measure the parts of all later operations.

@@ -12,7 +12,7 @@ use burn::backend::Cuda;
 use burn::tensor::{FloatDType, Tensor};
 use kernels::cuda::{Product, Turn};
 
-pub use self::engine::{Part, open, settle, start_timer, take_times};
+pub use self::engine::{Part, open, settle, start_timer, take_times, tensor_memory};
 use self::engine::{run, take_fault};
 use self::views::{T, empty, heads, ids, in_rows, matrix, vector};
 use super::{
