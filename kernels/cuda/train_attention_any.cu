@@ -32,11 +32,16 @@ struct Part {
     float x[8];
 };
 
-__device__ __forceinline__ void load_some(float (&x)[1], const bf16* from) { x[0] = to_float(*from); }
+__device__ __forceinline__ void load_some(float (&x)[1], const bf16* from) {
+    x[0] = to_float(*from);
+}
 __device__ __forceinline__ void load_some(float (&x)[1], const float* from) { x[0] = *from; }
 __device__ __forceinline__ void load_some(float (&x)[4], const float* from) {
     float4 v = *reinterpret_cast<const float4*>(from);
-    x[0] = v.x; x[1] = v.y; x[2] = v.z; x[3] = v.w;
+    x[0] = v.x;
+    x[1] = v.y;
+    x[2] = v.z;
+    x[3] = v.w;
 }
 __device__ __forceinline__ void load_some(float (&x)[4], const bf16* from) {
     uint2 v = *reinterpret_cast<const uint2*>(from);
@@ -126,7 +131,8 @@ __device__ __forceinline__ void attend(const TrainAttentionArgs& a) {
     Part<V> mean = {};
     blend(mean, 1.0f, out, 1.0f / total);
     write<T, V>(head_row<T>(a.out, row, head), a.v_dim, mean);
-    if (threadIdx.x % 32 == 0) reinterpret_cast<float*>(a.lse)[row * a.heads + head] = most + logf(total);
+    if (threadIdx.x % 32 == 0)
+        reinterpret_cast<float*>(a.lse)[row * a.heads + head] = most + logf(total);
 }
 
 template <typename T, int V>
@@ -170,13 +176,16 @@ __device__ __forceinline__ void descend_keys(const TrainAttentionArgs& a) {
         for (i64 row = low; row < segment.q_end; row++) {
             Part<V> q = read<T, V>(head_row<const T>(a.q, row, head), a.qk_dim);
             Part<V> upstream = read<T, V>(head_row<const T>(a.out, row, head), a.v_dim);
-            float weight = expf(a.scale * dot(q, k) - reinterpret_cast<const float*>(a.lse)[row * a.heads + head]);
-            float pull = weight * (dot(upstream, v) - reinterpret_cast<const float*>(a.delta)[row * a.heads + head]);
+            float weight = expf(a.scale * dot(q, k) -
+                                reinterpret_cast<const float*>(a.lse)[row * a.heads + head]);
+            float pull = weight * (dot(upstream, v) -
+                                   reinterpret_cast<const float*>(a.delta)[row * a.heads + head]);
             blend(d_key, 1.0f, q, pull * a.scale);
             blend(d_value, 1.0f, upstream, weight);
         }
     }
-    T *to_key = head_row<T>(a.d_first, key, kv_head), *to_value = head_row<T>(a.d_second, key, kv_head);
+    T *to_key = head_row<T>(a.d_first, key, kv_head),
+      *to_value = head_row<T>(a.d_second, key, kv_head);
     if (a.accumulate) {
         add<T, V>(to_key, a.qk_dim, d_key);
         add<T, V>(to_value, a.v_dim, d_value);
@@ -200,11 +209,13 @@ __device__ __forceinline__ void merge_own(const OwnArgs& a) {
     float most = *lse, total = 1.0f;
     for (u32 step = 0; step < a.steps; step++) {
         i64 place = reinterpret_cast<const u32*>(a.own[step])[row];
-        float score = a.scale * dot(q, read<T, V>(head_row<const T>(a.keys[step], place, kv_head), a.qk_dim));
+        float score =
+            a.scale * dot(q, read<T, V>(head_row<const T>(a.keys[step], place, kv_head), a.qk_dim));
         float peak = fmaxf(most, score), shrink = expf(most - peak), weight = expf(score - peak);
         total = total * shrink + weight;
         most = peak;
-        blend(out, shrink, read<T, V>(head_row<const T>(a.values[step], place, kv_head), a.v_dim), weight);
+        blend(out, shrink, read<T, V>(head_row<const T>(a.values[step], place, kv_head), a.v_dim),
+              weight);
     }
     Part<V> mean = {};
     blend(mean, 1.0f, out, 1.0f / total);
@@ -219,8 +230,8 @@ struct Pull {
 };
 
 template <int V>
-__device__ __forceinline__ Pull pull_of(const Part<V>& q, const Part<V>& k, const Part<V>& upstream, const Part<V>& v,
-                                        float lse, float delta, float scale) {
+__device__ __forceinline__ Pull pull_of(const Part<V>& q, const Part<V>& k, const Part<V>& upstream,
+                                        const Part<V>& v, float lse, float delta, float scale) {
     float weight = expf(scale * dot(q, k) - lse);
     return {weight, weight * (dot(upstream, v) - delta) * scale};
 }
@@ -260,8 +271,10 @@ __device__ __forceinline__ void descend_own(const OwnArgs& a) {
     __syncwarp();
     for (u32 step = 0; step < a.steps; step++) {
         i64 place = reinterpret_cast<const u32*>(a.own[step])[row];
-        Part<V> k = read<T, V>(head_row<const T>(a.keys[step], place, kv_head), a.qk_dim), d_key = {};
-        Part<V> v = read<T, V>(head_row<const T>(a.values[step], place, kv_head), a.v_dim), d_value = {};
+        Part<V> k = read<T, V>(head_row<const T>(a.keys[step], place, kv_head), a.qk_dim),
+                d_key = {};
+        Part<V> v = read<T, V>(head_row<const T>(a.values[step], place, kv_head), a.v_dim),
+                d_value = {};
         for (u32 head = kv_head * group; head < (kv_head + 1) * group; head++) {
             Part<V> q = read<T, V>(head_row<const T>(a.q, row, head), a.qk_dim);
             Part<V> upstream = read<T, V>(head_row<const T>(a.d_out, row, head), a.v_dim);
@@ -274,11 +287,14 @@ __device__ __forceinline__ void descend_own(const OwnArgs& a) {
     }
 }
 
-#define MAKE_ONE(base, function, Args, T, V, suffix) \
-    extern "C" __global__ void KERNEL1(base, T, suffix)(const __grid_constant__ Args a) { function<T, V>(a); }
-#define MAKE(base, function, Args)                                                                        \
-    MAKE_ONE(base, function, Args, bf16, 4, v4) MAKE_ONE(base, function, Args, bf16, 1, v1)               \
-    MAKE_ONE(base, function, Args, float, 4, v4) MAKE_ONE(base, function, Args, float, 1, v1)
+#define MAKE_ONE(base, function, Args, T, V, suffix)                                      \
+    extern "C" __global__ void KERNEL1(base, T, suffix)(const __grid_constant__ Args a) { \
+        function<T, V>(a);                                                                \
+    }
+#define MAKE(base, function, Args)                                                           \
+    MAKE_ONE(base, function, Args, bf16, 4, v4)                                              \
+    MAKE_ONE(base, function, Args, bf16, 1, v1) MAKE_ONE(base, function, Args, float, 4, v4) \
+        MAKE_ONE(base, function, Args, float, 1, v1)
 
 MAKE(train_attention_any, attend, TrainAttentionArgs)
 MAKE(train_attention_keys_any, descend_keys, TrainAttentionArgs)

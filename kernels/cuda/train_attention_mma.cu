@@ -19,11 +19,14 @@ struct Segment {
     u32 q_start, q_end, k_start, k_end;
 };
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ u32 shared_address(const void* p) {
+    return (u32)__cvta_generic_to_shared(p);
+}
 
 // Copies sixteen bytes, or writes zeros.
 __device__ __forceinline__ void copy_async(u32 to, const void* from, bool real) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                 "r"(real ? 16 : 0));
 }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 __device__ __forceinline__ void wait_all() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
@@ -40,7 +43,8 @@ __device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], u32 addres
 }
 __device__ __forceinline__ void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -66,13 +70,15 @@ __device__ __forceinline__ void copy_tile(u32 to, Heads x, u32 head, i64 first, 
     for (u32 i = threadIdx.x; i < COUNT * (WIDTH / 8); i += THREADS) {
         u32 r = i / (WIDTH / 8), piece = i % (WIDTH / 8);
         bool real = first + r < end;
-        copy_async(to + place<WIDTH>(r, piece), base + (real ? first + r : end - 1) * x.row_stride + piece * 8, real);
+        copy_async(to + place<WIDTH>(r, piece),
+                   base + (real ? first + r : end - 1) * x.row_stride + piece * 8, real);
     }
 }
 
 // c [16, COLS] += a [16, WIDTH] b [COLS, WIDTH]^T; a from row `a_row` of its tile, b from `b_row`.
 template <int WIDTH, int COLS>
-__device__ __forceinline__ void multiply_rows(float (&c)[COLS / 8][4], u32 a_tile, u32 a_row, u32 b_tile, u32 b_row) {
+__device__ __forceinline__ void multiply_rows(float (&c)[COLS / 8][4], u32 a_tile, u32 a_row,
+                                              u32 b_tile, u32 b_row) {
     u32 lane = threadIdx.x % 32;
 #pragma unroll
     for (int step = 0; step < WIDTH / 16; step++) {
@@ -81,7 +87,8 @@ __device__ __forceinline__ void multiply_rows(float (&c)[COLS / 8][4], u32 a_til
 #pragma unroll
         for (int n = 0; n < COLS / 16; n++) {
             u32 b[4];
-            load_matrices(b, b_tile + place<WIDTH>(b_row + n * 16 + lane % 8 + (lane / 16) * 8, step * 2 + lane / 8 % 2));
+            load_matrices(b, b_tile + place<WIDTH>(b_row + n * 16 + lane % 8 + (lane / 16) * 8,
+                                                   step * 2 + lane / 8 % 2));
             multiply_add(c[2 * n], a, b[0], b[1]);
             multiply_add(c[2 * n + 1], a, b[2], b[3]);
         }
@@ -90,14 +97,17 @@ __device__ __forceinline__ void multiply_rows(float (&c)[COLS / 8][4], u32 a_til
 
 // c [16, WIDTH] += a [16, COLS] b [COLS, WIDTH]; a in registers, b from `b_row` of its tile.
 template <int WIDTH, int COLS>
-__device__ __forceinline__ void multiply_columns(float (&c)[WIDTH / 8][4], const u32 (&a)[COLS / 16][4], u32 b_tile, u32 b_row) {
+__device__ __forceinline__ void multiply_columns(float (&c)[WIDTH / 8][4],
+                                                 const u32 (&a)[COLS / 16][4], u32 b_tile,
+                                                 u32 b_row) {
     u32 lane = threadIdx.x % 32;
 #pragma unroll
     for (int step = 0; step < COLS / 16; step++) {
 #pragma unroll
         for (int n = 0; n < WIDTH / 16; n++) {
             u32 b[4];
-            load_matrices_transposed(b, b_tile + place<WIDTH>(b_row + step * 16 + lane % 16, n * 2 + lane / 16));
+            load_matrices_transposed(
+                b, b_tile + place<WIDTH>(b_row + step * 16 + lane % 16, n * 2 + lane / 16));
             multiply_add(c[2 * n], a[step], b[0], b[1]);
             multiply_add(c[2 * n + 1], a[step], b[2], b[3]);
         }
@@ -118,13 +128,15 @@ __device__ __forceinline__ void pack_rows(u32 (&a)[COLS / 16][4], const float (&
 
 // Writes c [16, WIDTH] * factor to rows of one head, or adds it to what is there.
 template <int WIDTH>
-__device__ __forceinline__ void write_rows(Heads to, u32 head, i64 first, i64 end, const float (&c)[WIDTH / 8][4], float factor, bool add) {
+__device__ __forceinline__ void write_rows(Heads to, u32 head, i64 first, i64 end,
+                                           const float (&c)[WIDTH / 8][4], float factor, bool add) {
     u32 lane = threadIdx.x % 32;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         i64 row = first + lane / 4 + 8 * half;
         if (row >= end) continue;
-        bf16* base = reinterpret_cast<bf16*>(to.address) + row * to.row_stride + head * to.head_stride + lane % 4 * 2;
+        bf16* base = reinterpret_cast<bf16*>(to.address) + row * to.row_stride +
+                     head * to.head_stride + lane % 4 * 2;
 #pragma unroll
         for (int n = 0; n < WIDTH / 8; n++) {
             u32* at = reinterpret_cast<u32*>(base + n * 8);
@@ -152,7 +164,9 @@ __device__ __forceinline__ void attend(const TrainAttentionArgs& a) {
     i32 first = ((i32)gridDim.x - 1 - (i32)blockIdx.x) * ROWS;
     if (first >= queries) return;
     u32 kv_head = head / (a.heads / a.kv_heads);
-    auto seen = [&](i32 query) { return (i32)(visible[segment.q_start + min(query, queries - 1)] - segment.k_start); };
+    auto seen = [&](i32 query) {
+        return (i32)(visible[segment.q_start + min(query, queries - 1)] - segment.k_start);
+    };
     i32 tiles = (seen(first + ROWS - 1) + TILE - 1) / TILE;
     i32 warp_first = first + (i32)warp * 16;
     i32 warp_least = seen(warp_first), warp_most = seen(warp_first + 15);
@@ -194,7 +208,8 @@ __device__ __forceinline__ void attend(const TrainAttentionArgs& a) {
         for (int half = 0; half < 2; half++) {
             float peak = most[half];
 #pragma unroll
-            for (int n = 0; n < TILE / 8; n++) peak = fmaxf(peak, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
+            for (int n = 0; n < TILE / 8; n++)
+                peak = fmaxf(peak, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
             peak = fmaxf(peak, __shfl_xor_sync(FULL_WARP, peak, 1));
             peak = fmaxf(peak, __shfl_xor_sync(FULL_WARP, peak, 2));
             float origin = peak == -INFINITY_F ? 0.0f : peak * scale;
@@ -233,7 +248,8 @@ __device__ __forceinline__ void attend(const TrainAttentionArgs& a) {
         }
         i32 query = warp_first + (i32)lane / 4 + 8 * half;
         if (query < queries && lane % 4 == 0)
-            reinterpret_cast<float*>(a.lse)[((i64)segment.q_start + query) * a.heads + head] = most[half] * a.scale + logf(sum[half]);
+            reinterpret_cast<float*>(a.lse)[((i64)segment.q_start + query) * a.heads + head] =
+                most[half] * a.scale + logf(sum[half]);
     }
     write_rows<V>(a.out, head, (i64)segment.q_start + warp_first, segment.q_end, o, 1.0f, false);
 }
@@ -255,7 +271,8 @@ __device__ __forceinline__ void descend(const TrainAttentionArgs& a) {
     const float* lse = reinterpret_cast<const float*>(a.lse);
     const float* delta = reinterpret_cast<const float*>(a.delta);
     u32 group = a.heads / a.kv_heads;
-    i64 row_start = BY_KEYS ? segment.k_start : segment.q_start, row_end = BY_KEYS ? segment.k_end : segment.q_end;
+    i64 row_start = BY_KEYS ? segment.k_start : segment.q_start,
+        row_end = BY_KEYS ? segment.k_end : segment.q_end;
     // The rows with most columns go first.
     i64 first = row_start + (i64)(BY_KEYS ? blockIdx.x : gridDim.x - 1 - blockIdx.x) * ROWS;
     if (first >= row_end) return;
@@ -281,7 +298,9 @@ __device__ __forceinline__ void descend(const TrainAttentionArgs& a) {
     u32 row_head = blockIdx.y;
     Heads rows_x = BY_KEYS ? a.k : a.q, rows_y = BY_KEYS ? a.v : a.out;
     Heads cols_x = BY_KEYS ? a.q : a.k, cols_y = BY_KEYS ? a.out : a.v;
-    auto head_of = [&](i32 t) { return BY_KEYS ? row_head * group + (u32)(t / tiles) : row_head / group; };
+    auto head_of = [&](i32 t) {
+        return BY_KEYS ? row_head * group + (u32)(t / tiles) : row_head / group;
+    };
 
     auto start = [&](i32 t) {
         if (t < total) {
@@ -331,7 +350,9 @@ __device__ __forceinline__ void descend(const TrainAttentionArgs& a) {
             // Ends ascend, but columns past the last have end 0: look at the last real one.
             i64 last = min(tile_first + chunk + CHUNK, col_stop) - 1;
             if (last < tile_first + chunk) continue;
-            if (BY_KEYS ? warp_first >= (i64)col_end[t & 1][last - tile_first] : tile_first + chunk >= warp_most) continue;
+            if (BY_KEYS ? warp_first >= (i64)col_end[t & 1][last - tile_first]
+                        : tile_first + chunk >= warp_most)
+                continue;
             float s[CHUNK / 8][4] = {};
             multiply_rows<QK, CHUNK>(s, x_tile, warp * 16, sx, chunk);
 #pragma unroll
@@ -339,8 +360,9 @@ __device__ __forceinline__ void descend(const TrainAttentionArgs& a) {
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     u32 col = chunk + n * 8 + lane % 4 * 2 + i % 2;
-                    bool sees = BY_KEYS ? warp_first + lane / 4 + 8 * (i / 2) < (i64)col_end[t & 1][col]
-                                        : tile_first + col < row_seen[i / 2];
+                    bool sees = BY_KEYS
+                                    ? warp_first + lane / 4 + 8 * (i / 2) < (i64)col_end[t & 1][col]
+                                    : tile_first + col < row_seen[i / 2];
                     float origin = BY_KEYS ? col_lse[t & 1][col] : row_lse[i / 2];
                     s[n][i] = sees ? exp2_fast(s[n][i] * scale - origin) : 0.0f;
                 }
@@ -357,7 +379,8 @@ __device__ __forceinline__ void descend(const TrainAttentionArgs& a) {
                     u32 col = chunk + n * 8 + lane % 4 * 2 + i % 2;
                     u32 pair = p[n / 2][(n % 2) * 2 + i / 2];
                     float weight = __uint_as_float(i % 2 ? pair & 0xffff0000u : pair << 16);
-                    d[n][i] = weight * (d[n][i] - (BY_KEYS ? col_delta[t & 1][col] : row_delta[i / 2]));
+                    d[n][i] =
+                        weight * (d[n][i] - (BY_KEYS ? col_delta[t & 1][col] : row_delta[i / 2]));
                 }
             }
             u32 ds[CHUNK / 16][4];
@@ -367,18 +390,22 @@ __device__ __forceinline__ void descend(const TrainAttentionArgs& a) {
     }
     wait_all();
     write_rows<QK>(a.d_first, row_head, warp_first, row_end, first_sum, a.scale, a.accumulate);
-    if constexpr (BY_KEYS) write_rows<V>(a.d_second, row_head, warp_first, row_end, second_sum, 1.0f, a.accumulate);
+    if constexpr (BY_KEYS)
+        write_rows<V>(a.d_second, row_head, warp_first, row_end, second_sum, 1.0f, a.accumulate);
 }
 
-#define MAKE(qk, v, chunk)                                                                                             \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1) JOIN(JOIN(train_attention_mma, qk), v)(TrainAttentionArgs a) {    \
-        attend<qk, v>(a);                                                                                              \
-    }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1) JOIN(JOIN(train_attention_keys_mma, qk), v)(TrainAttentionArgs a) { \
-        descend<qk, v, chunk, true>(a);                                                                                \
-    }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1) JOIN(JOIN(train_attention_queries_mma, qk), v)(TrainAttentionArgs a) { \
-        descend<qk, v, chunk, false>(a);                                                                               \
+#define MAKE(qk, v, chunk)                                                     \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1)                   \
+        JOIN(JOIN(train_attention_mma, qk), v)(TrainAttentionArgs a) {         \
+        attend<qk, v>(a);                                                      \
+    }                                                                          \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1)                   \
+        JOIN(JOIN(train_attention_keys_mma, qk), v)(TrainAttentionArgs a) {    \
+        descend<qk, v, chunk, true>(a);                                        \
+    }                                                                          \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1)                   \
+        JOIN(JOIN(train_attention_queries_mma, qk), v)(TrainAttentionArgs a) { \
+        descend<qk, v, chunk, false>(a);                                       \
     }
 
 MAKE(64, 64, 64)

@@ -48,7 +48,8 @@ __device__ __forceinline__ Best block_best(Best mine) {
     __shared__ Best parts[32];
 #pragma unroll
     for (int step = 16; step > 0; step >>= 1)
-        mine = better(mine, {__shfl_xor_sync(FULL_WARP, mine.value, step), __shfl_xor_sync(FULL_WARP, mine.place, step)});
+        mine = better(mine, {__shfl_xor_sync(FULL_WARP, mine.value, step),
+                             __shfl_xor_sync(FULL_WARP, mine.place, step)});
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     __syncthreads();
     if (lane == 0) parts[warp] = mine;
@@ -56,7 +57,8 @@ __device__ __forceinline__ Best block_best(Best mine) {
     mine = lane < blockDim.x / 32 ? parts[lane] : Best{-INFINITY_F, NONE};
 #pragma unroll
     for (int step = 16; step > 0; step >>= 1)
-        mine = better(mine, {__shfl_xor_sync(FULL_WARP, mine.value, step), __shfl_xor_sync(FULL_WARP, mine.place, step)});
+        mine = better(mine, {__shfl_xor_sync(FULL_WARP, mine.value, step),
+                             __shfl_xor_sync(FULL_WARP, mine.place, step)});
     return mine;
 }
 
@@ -127,7 +129,8 @@ __device__ __forceinline__ void compare(const CompareArgs& a) {
     const float* z = row_of<const float>(a.logits, r);
     const float* t = row_of<const float>(a.teacher, state);
     float draft_lse = reinterpret_cast<const float*>(a.draft_lse)[state];
-    float full_lse = reinterpret_cast<const float*>(a.most)[state] + logf(reinterpret_cast<const float*>(a.total)[state]);
+    float full_lse = reinterpret_cast<const float*>(a.most)[state] +
+                     logf(reinterpret_cast<const float*>(a.total)[state]);
     float weight = reinterpret_cast<const float*>(a.weights)[r];
     // One pass with a running peak, as a row is long.
     Best best = {-INFINITY_F, NONE};

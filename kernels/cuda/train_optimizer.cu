@@ -61,11 +61,11 @@ __device__ __forceinline__ void adamw(const AdamWArgs& a) {
     if (a.param.address != a.master.address) store(row_of<P>(a.param, r) + c, x);
 }
 
-#define MAKE_SQUARES(T)                                                                                  \
-    extern "C" __global__ void KERNEL1(train_squares, T, v8)(SquaresArgs a) { squares<T, 8>(a); }        \
+#define MAKE_SQUARES(T)                                                                           \
+    extern "C" __global__ void KERNEL1(train_squares, T, v8)(SquaresArgs a) { squares<T, 8>(a); } \
     extern "C" __global__ void KERNEL1(train_squares, T, v1)(SquaresArgs a) { squares<T, 1>(a); }
-#define MAKE_ADAMW(P, G)                                                                                 \
-    extern "C" __global__ void KERNEL2(train_adamw, P, G, v8)(AdamWArgs a) { adamw<P, G, 8>(a); }        \
+#define MAKE_ADAMW(P, G)                                                                          \
+    extern "C" __global__ void KERNEL2(train_adamw, P, G, v8)(AdamWArgs a) { adamw<P, G, 8>(a); } \
     extern "C" __global__ void KERNEL2(train_adamw, P, G, v1)(AdamWArgs a) { adamw<P, G, 1>(a); }
 
 MAKE_SQUARES(bf16)

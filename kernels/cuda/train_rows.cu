@@ -123,7 +123,8 @@ __device__ __forceinline__ void turn(const TurnArgs& a) {
     if (r >= a.rows || c >= a.heads * a.pairs) return;
     u32 head = c / a.pairs, pair = c % a.pairs;
     u32 position = reinterpret_cast<const u32*>(a.positions)[r];
-    const T* from = reinterpret_cast<const T*>(a.x.address) + r * a.x.row_stride + head * a.x.head_stride;
+    const T* from =
+        reinterpret_cast<const T*>(a.x.address) + r * a.x.row_stride + head * a.x.head_stride;
     T* to = reinterpret_cast<T*>(a.out.address) + r * a.out.row_stride + head * a.out.head_stride;
     float first[V], second[V], cos[V], sin[V];
     load(cos, row_of<const float>(a.cos, position) + pair);
@@ -187,9 +188,10 @@ __device__ __forceinline__ void multiply(const FactorArgs& a) {
 
 #define MAKE_ONE(base, function, Args, T, V, suffix) \
     extern "C" __global__ void KERNEL1(base, T, suffix)(Args a) { function<T, V>(a); }
-#define MAKE(base, function, Args)                                                            \
-    MAKE_ONE(base, function, Args, bf16, 8, v8) MAKE_ONE(base, function, Args, bf16, 1, v1)   \
-    MAKE_ONE(base, function, Args, float, 8, v8) MAKE_ONE(base, function, Args, float, 1, v1)
+#define MAKE(base, function, Args)                                                           \
+    MAKE_ONE(base, function, Args, bf16, 8, v8)                                              \
+    MAKE_ONE(base, function, Args, bf16, 1, v1) MAKE_ONE(base, function, Args, float, 8, v8) \
+        MAKE_ONE(base, function, Args, float, 1, v1)
 
 MAKE(train_norm_grad, norm_grad, NormGradArgs)
 MAKE(train_gate_grad, gate_grad, GateArgs)

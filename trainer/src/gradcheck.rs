@@ -36,7 +36,7 @@ impl Random {
 
     /// Roughly normal, spread 1.
     fn real(&mut self) -> f32 {
-        (0..6).map(|_| self.next() as f32 / (1u32 << 30) as f32 - 1.0).sum::<f32>() / 1.414
+        (0..6).map(|_| self.next() as f32 / (1u32 << 30) as f32 - 1.0).sum::<f32>() / 1.4
     }
 
     /// Values that bf16 holds exactly, so that both sides start from the same.
