@@ -21,7 +21,7 @@ echo "== hidden states of 400 conversations through nano-kimi at TP=8"
 "$bin/extractor" audit "$out/dataset" --verify all
 
 echo "== draft head"
-"$bin/trainer" fit --config configs/nano-kimi-draft.toml --dataset "$out/dataset" --run-dir "$out/run"
+"$bin/trainer" fit --config configs/nano-kimi-fit.toml --dataset "$out/dataset" --run-dir "$out/run"
 
 echo "== acceptance on held-out conversations"
 "$bin/trainer" evaluate "$out/run" --dataset "$out/dataset" | tee "$out/acceptance.txt"

@@ -131,3 +131,30 @@ fn a_misspelt_key_and_a_head_count_that_does_not_divide_are_refused() {
     assert!(failed.stderr.contains("8") && failed.stderr.contains("tp"), "{failed:?}");
     assert_eq!(failed.code, 78);
 }
+
+/// Nothing of a GPU is here, or may be used: said at once, with the exit code of a missing device.
+#[test]
+fn a_missing_gpu_is_said_and_not_a_panic() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = bundled();
+    let golden = root().join("tests/fixtures/golden/nano_kimi_int4.safetensors");
+    let paths = [model.to_str().unwrap(), golden.to_str().unwrap()];
+    for tp in ["1", "2"] {
+        let args = ["check", "--model", paths[0], "--golden", paths[1], "--device", "cuda"];
+        let args = [&args[..], &["--tp", tp]].concat();
+        let mut command = aerie_tests::command("extractor", dir.path(), &args);
+        // Hides the GPUs of a machine that has some.
+        let output = command.env("CUDA_VISIBLE_DEVICES", "").output().unwrap();
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(69), "{stderr}");
+        assert!(stderr.contains("libcuda") || stderr.contains("GPU"), "{stderr}");
+        assert!(!stderr.contains("panicked"), "{stderr}");
+    }
+}
+
+#[test]
+fn the_cpu_does_not_compute_in_bf16() {
+    let dir = tempfile::tempdir().unwrap();
+    let failed = run(dir.path(), &bundled(), GOOD, &["--compute", "bf16"]).expect_code(78);
+    assert!(failed.stderr.contains("--compute"), "{failed:?}");
+}

@@ -1,6 +1,6 @@
 //! Deterministic batches under a token budget. Knows nothing of text or of devices.
 
-use shared::TokenSample;
+use shared::{SampleId, TokenSample};
 
 /// Samples that go through the target in one forward, laid end to end without padding.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -27,6 +27,11 @@ impl TokenBatch {
         &self.samples
     }
 
+    /// Ids of the samples, in batch order.
+    pub fn ids(&self) -> Vec<SampleId> {
+        self.samples.iter().map(TokenSample::id).collect()
+    }
+
     /// Start of each sample in the packed rows, and the total last: [samples + 1].
     pub fn cu_seqlens(&self) -> &[usize] {
         &self.cu_seqlens
@@ -35,6 +40,13 @@ impl TokenBatch {
     /// Tokens of all samples.
     pub fn tokens(&self) -> usize {
         self.cu_seqlens.last().copied().unwrap_or(0)
+    }
+
+    /// The first half of the samples and the second; `None` for a single sample.
+    pub fn halves(&self) -> Option<(Self, Self)> {
+        let (first, second) = self.samples.split_at(self.samples.len() / 2);
+        let half = |samples: &[TokenSample]| Self::new(samples.to_vec());
+        (!first.is_empty()).then(|| (half(first), half(second)))
     }
 
     /// Token ids of all samples end to end, [tokens].

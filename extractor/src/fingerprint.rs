@@ -32,6 +32,7 @@ pub fn fingerprint(
         .with("target.revision", &target.revision)
         .with("target.weights", weights.to_string())
         .with("target.device", target.device.to_string())
+        .with("target.compute", target.compute.on(target.device).to_string())
         .with("target.tp", target.tp.to_string())
         .with("target.qa_norm_eps", target.qa_norm_eps.to_string())
         .with("tokenizer_and_template", Digest(encoder.digest()).to_string())

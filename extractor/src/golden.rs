@@ -10,6 +10,7 @@ use shared::{LayerIndex, SampleError, TokenSample};
 use thiserror::Error;
 
 use crate::batch::TokenBatch;
+use crate::cosine::Cosines;
 use crate::target::{
     CacheId, ExtendRequest, Probe, QaNormEps, RankGroup, RouterChoice, TargetError, TargetModel,
     Wanted,
@@ -153,6 +154,8 @@ impl Difference {
 pub struct GoldenReport {
     /// One entry a tensor.
     pub differences: Vec<Difference>,
+    /// Cosines of the states, one entry a tensor.
+    pub cosines: Vec<Cosines>,
     /// Router choices compared.
     pub routed: usize,
     /// Router choices left out because their margin is below [`ROUTER_NEAR_TIE`].
@@ -169,6 +172,11 @@ impl GoldenReport {
     /// Largest relative difference of all tensors.
     pub fn worst(&self) -> f64 {
         self.differences.iter().map(Difference::relative).fold(0.0, f64::max)
+    }
+
+    /// Every state points where it should, as far as bf16 allows.
+    pub fn agrees_in_bf16(&self) -> bool {
+        !self.cosines.is_empty() && self.cosines.iter().all(Cosines::agrees)
     }
 
     /// Every tensor is within `tolerance` of its rms, and every choice is the expected one.
@@ -210,6 +218,12 @@ impl Golden {
             return Err(GoldenError::NoPrompts { path: path.to_owned() });
         }
         Ok(Self { prompts })
+    }
+
+    /// Tokens of the longest prompt, with its continuation.
+    pub fn longest(&self) -> usize {
+        let tokens = |prompt: &GoldenPrompt| prompt.input_ids.len() + prompt.greedy_ids.len();
+        self.prompts.iter().map(tokens).max().unwrap_or(0)
     }
 
     /// Runs every prompt through `target` and compares.
@@ -293,16 +307,22 @@ impl GoldenPrompt {
         };
         let probe = target.probe(&batch, wanted)?;
         let width = probe.capture.hidden_size;
+        let margins = self.smallest_margins();
+        let mut differences = Vec::new();
         let mut compare = |part: &str, found: &[f32], expected: &[f32]| {
             let tensor = format!("{}.{part}", self.name);
-            report.differences.push(Difference::of(tensor, found, expected));
+            differences.push(Difference::of(tensor, found, expected));
         };
         for (&k, expected) in &self.states {
             let found = match k {
-                0 => probe.embeddings.as_slice(),
+                0 => probe.embeddings.clone(),
                 _ => layer_rows(&probe, k - 1),
             };
-            compare(&format!("h_{k}"), &pick(found, &self.rows, width), expected);
+            let found = pick(&found, &self.rows, width);
+            compare(&format!("h_{k}"), &found, expected);
+            let tensor = format!("{}.h_{k}", self.name);
+            let values = (found.as_slice(), expected.as_slice());
+            report.cosines.push(Cosines::of(tensor, values, width, &margins));
         }
         if !self.normed.is_empty() {
             compare("normed", &pick(&probe.normed, &self.rows, width), &self.normed);
@@ -311,8 +331,18 @@ impl GoldenPrompt {
             let start = probe.logits.len().saturating_sub(self.logits.len());
             compare("logits", &probe.logits[start..], &self.logits);
         }
+        report.differences.append(&mut differences);
         self.compare_routers(&probe, report);
         Ok(())
+    }
+
+    /// The smallest margin that any router had for the row of each state.
+    fn smallest_margins(&self) -> Vec<f32> {
+        let margin = |&row: &usize| {
+            let margins = self.routers.values().filter_map(|choice| choice.margins.get(row));
+            margins.copied().fold(f32::INFINITY, f32::min)
+        };
+        self.rows.iter().map(margin).collect()
     }
 
     fn compare_routers(&self, probe: &Probe, report: &mut GoldenReport) {
@@ -371,9 +401,9 @@ impl GoldenPrompt {
     }
 }
 
-fn layer_rows(probe: &Probe, layer: usize) -> &[f32] {
+fn layer_rows(probe: &Probe, layer: usize) -> Vec<f32> {
     let found = probe.capture.layers.iter().find(|found| usize::from(found.layer.0) == layer);
-    found.map_or(&[], |found| &found.rows)
+    found.map_or(Vec::new(), |found| found.rows.to_f32())
 }
 
 fn pick(values: &[f32], rows: &[usize], width: usize) -> Vec<f32> {

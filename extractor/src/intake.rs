@@ -4,14 +4,17 @@
 use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 
-use shared::manifest::{Manifest, ManifestError, SourceOutcome, SourceRecord, SourceRow};
+use shared::manifest::{Failure, Manifest, ManifestError, SourceOutcome, SourceRecord, SourceRow};
 use shared::{SampleId, TokenSample};
 use thiserror::Error;
 
 use crate::batch::{Batcher, TokenBatch};
 use crate::encode::Encoder;
 use crate::prompts::{Line, Prompts, PromptsError};
-use crate::reject::Reject;
+use crate::reject::{Reject, RejectReason};
+
+/// A sample at which the target died so often is a reject.
+pub const MAX_FAILURES: u64 = 3;
 
 /// Why the input cannot be turned into work.
 #[derive(Debug, Error)]
@@ -86,6 +89,7 @@ pub struct Intake<'a> {
     encoder: &'a Encoder,
     known: HashMap<String, HashMap<u64, SourceRow>>,
     seen: HashSet<SampleId>,
+    failures: HashMap<SampleId, Failure>,
     lines_left: u64,
 }
 
@@ -106,12 +110,16 @@ impl<'a> Intake<'a> {
             }
             seen = manifest.committed_samples()?;
         }
-        Ok(Self { lines, encoder, known, seen, lines_left: options.limit.unwrap_or(u64::MAX) })
+        let failures = manifest.map_or(Ok(HashMap::new()), Manifest::failures)?;
+        let lines_left = options.limit.unwrap_or(u64::MAX);
+        Ok(Self { lines, encoder, known, seen, failures, lines_left })
     }
 
-    /// Groups the fresh samples, in input order, into batches of at most `batch_tokens`.
+    /// Groups the fresh samples, in input order, into batches of at most `batch_tokens`. A sample
+    /// at which the target has died is a batch of its own, so that it takes no other with it again.
     pub fn batches(self, batch_tokens: usize) -> Batches<'a> {
-        Batches { intake: self, batcher: Batcher::new(batch_tokens), exhausted: false }
+        let batcher = Batcher::new(batch_tokens);
+        Batches { intake: self, batcher, suspect: None, exhausted: false }
     }
 
     fn admit(&mut self, line: Line) -> Result<Admission, IntakeError> {
@@ -139,6 +147,14 @@ impl<'a> Intake<'a> {
             }
         };
         let id = encoded.sample.id();
+        if let Some(failure) = self.failures.get(&id).filter(|it| it.count >= MAX_FAILURES) {
+            let Failure { count, error } = failure;
+            let detail = format!("the target died at it {count} times, lastly with: {error}");
+            let reject =
+                Reject { source: line.source.clone(), reason: RejectReason::TargetCrash, detail };
+            let reason = format!("{}: {}", reject.reason, reject.detail);
+            return Ok(Admission::Rejected(reject, record(SourceOutcome::Rejected(reason), false)));
+        }
         if !self.seen.insert(id) {
             let record = record(SourceOutcome::Duplicate(id), encoded.truncated);
             return Ok(Admission::Duplicate(record));
@@ -162,12 +178,17 @@ impl Iterator for Intake<'_> {
 pub struct Batches<'a> {
     intake: Intake<'a>,
     batcher: Batcher,
+    /// Waits until the batch before it is out.
+    suspect: Option<TokenSample>,
     exhausted: bool,
 }
 
 impl Batches<'_> {
     fn next_unit(&mut self) -> Result<Option<WorkUnit>, IntakeError> {
         let mut sources = Vec::new();
+        if let Some(sample) = self.suspect.take() {
+            return Ok(Some(WorkUnit { batch: TokenBatch::new(vec![sample]), sources }));
+        }
         while !self.exhausted {
             match self.intake.next().transpose()? {
                 None => self.exhausted = true,
@@ -177,7 +198,17 @@ impl Batches<'_> {
                 }
                 Some(Admission::Fresh(sample, record)) => {
                     sources.push(record);
-                    if let Some(batch) = self.batcher.push(sample) {
+                    let suspect = self.intake.failures.contains_key(&sample.id());
+                    let batch = if suspect {
+                        self.suspect = Some(sample);
+                        match self.batcher.finish() {
+                            None => self.suspect.take().map(|it| TokenBatch::new(vec![it])),
+                            before => before,
+                        }
+                    } else {
+                        self.batcher.push(sample)
+                    };
+                    if let Some(batch) = batch {
                         return Ok(Some(WorkUnit { batch, sources }));
                     }
                 }

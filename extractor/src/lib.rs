@@ -7,6 +7,7 @@ pub mod batch;
 pub mod capture;
 pub mod config;
 pub mod conversation;
+pub mod cosine;
 pub mod encode;
 pub mod fingerprint;
 pub mod golden;

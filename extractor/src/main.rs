@@ -6,7 +6,7 @@ use std::io::{BufWriter, IsTerminal, Write};
 use std::process::ExitCode;
 
 use clap::{Parser, ValueEnum};
-use commands::{audit, bench, check, config, inspect, plan, query, run};
+use commands::{audit, bench, check, config, inspect, plan, query, rebuild, run, seal};
 use extractor::shutdown::EXIT_STOPPED;
 use tracing_subscriber::EnvFilter;
 
@@ -34,6 +34,10 @@ enum Command {
     Plan(plan::PlanArgs),
     /// Check a data set against its manifest.
     Audit(audit::AuditArgs),
+    /// Make a lost manifest again from the shards.
+    Rebuild(rebuild::RebuildArgs),
+    /// Make a finished data set read-only, one file without a log, fit for copying.
+    Seal(seal::SealArgs),
     /// List what the manifest knows.
     Query(query::QueryArgs),
     /// Show the tensors of a shard, a sample, or another tool's file.
@@ -59,6 +63,8 @@ fn main() -> ExitCode {
         Command::Run(args) => run::run(args, &mut out),
         Command::Plan(args) => plan::run(args, &mut out),
         Command::Audit(args) => audit::run(args, &mut out),
+        Command::Rebuild(args) => rebuild::run(args, &mut out),
+        Command::Seal(args) => seal::run(args, &mut out),
         Command::Query(args) => query::run(args, &mut out),
         Command::Inspect(args) => inspect::run(args, &mut out),
         Command::Config(args) => config::run(args, &mut out),

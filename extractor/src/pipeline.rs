@@ -1,17 +1,22 @@
 //! The whole extraction, in the order in which the data moves.
 
+mod attempts;
 mod report;
+#[cfg(test)]
+mod tests;
 
+use std::error::Error;
 use std::time::Instant;
 
 use shared::manifest::Manifest;
 
+use self::attempts::{Attempts, Opener, Part};
 use self::report::Record;
 pub use self::report::{Outcome, PipelineError, RunReport};
 use crate::config::ExtractConfig;
 use crate::encode::Encoder;
 use crate::fingerprint::fingerprint;
-use crate::intake::Intake;
+use crate::intake::{Intake, WorkUnit};
 use crate::plan::Plan;
 use crate::progress::Progress;
 use crate::shutdown::Shutdown;
@@ -22,8 +27,16 @@ use crate::target_dir;
 /// conversation -> tokens + loss mask -> batch -> ranks -> capture -> shard -> manifest
 ///
 /// Rerunning continues: lines that have an outcome are skipped. Stops between batches when asked
-/// to; whatever was captured by then is committed.
+/// to, or when the target dies; whatever was captured by then is committed.
 pub fn run(config: &ExtractConfig, stop: &Shutdown) -> Result<RunReport, PipelineError> {
+    run_with(config, stop, &target::open)
+}
+
+fn run_with(
+    config: &ExtractConfig,
+    stop: &Shutdown,
+    open: &Opener<'_>,
+) -> Result<RunReport, PipelineError> {
     let model = config.model()?;
     let spec = TargetSpec::read(model)?;
     let contract = config.capture_spec(&spec)?;
@@ -37,30 +50,54 @@ pub fn run(config: &ExtractConfig, stop: &Shutdown) -> Result<RunReport, Pipelin
     let record = Record::begin(&manifest, config, &plan)?;
     let mut progress = Progress::start(plan.tokens);
     let mut sink = ShardSink::new(&manifest, config.run.shard_bytes);
-    let mut target = None;
+    let (options, layers) = (config.engine_options()?, contract.layers.as_slice());
+    let mut attempts = Attempts { open, options, layers, target: None };
     let intake = Intake::open(&config.intake(), &encoder, Some(&manifest))?;
+    let mut died = None;
     for unit in intake.batches(config.run.batch_tokens) {
         if stop.requested() {
             break;
         }
-        let unit = unit?;
-        if unit.batch.tokens() == 0 {
-            sink.note(unit.sources);
+        let WorkUnit { batch, sources } = unit?;
+        let (tokens, ids) = (batch.tokens() as u64, batch.ids());
+        sink.note(sources);
+        if tokens == 0 {
             continue;
         }
-        // Opened on the first batch: a finished data set needs no model.
-        let target = match &mut target {
-            Some(target) => target,
-            none => none.insert(target::open(&config.engine_options()?)?),
-        };
         let started = Instant::now();
-        let capture = target.prefill(&unit.batch, &contract.layers)?;
+        let parts = match attempts.run(batch) {
+            Ok(parts) => parts,
+            Err(error) => {
+                if error.is_death() {
+                    manifest.record_failure(&ids, &in_words(&error))?;
+                }
+                died = Some(error);
+                break;
+            }
+        };
         let target_s = started.elapsed().as_secs_f64();
-        sink.write(&unit.batch, &capture, unit.sources)?;
+        for part in &parts {
+            match part {
+                Part::Captured(batch, capture) => sink.write(batch, capture)?,
+                Part::TooLarge(batch, words) => {
+                    sink.reject(batch, &format!("out_of_memory: {words}"));
+                }
+            }
+        }
+        sink.end_batch()?;
         let disk_s = started.elapsed().as_secs_f64() - target_s;
-        progress.advance(unit.batch.tokens() as u64, target_s, disk_s);
+        progress.advance(tokens, target_s, disk_s);
     }
     let written = sink.finish()?;
     progress.finish();
-    record.end(written, &progress, stop.requested())
+    match died {
+        Some(error) => Err(record.fail(written, &progress, error.into())?),
+        None => record.end(written, &progress, stop.requested()),
+    }
+}
+
+/// An error with all its causes.
+fn in_words(error: &(dyn Error + 'static)) -> String {
+    let causes = std::iter::successors(Some(error), |&error| error.source());
+    causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
 }

@@ -239,3 +239,21 @@ pub fn free_bytes(path: &Path) -> Option<u64> {
     let stat = rustix::fs::statvfs(existing).ok()?;
     stat.f_bavail.checked_mul(stat.f_frsize)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_that_does_not_fit_is_refused_with_the_numbers() {
+        let plan = Plan { tokens: 10, total_bytes: 1000, ..Plan::default() };
+        let with_free = |free| Plan { free_bytes: free, ..plan.clone() };
+        assert!(with_free(None).require_space().is_ok());
+        assert!(with_free(Some(1050)).require_space().is_ok());
+        let refused = with_free(Some(1049)).require_space().unwrap_err();
+        assert_eq!(refused.exit_code(), 74);
+        let text = refused.to_string();
+        assert!(text.contains("1050 bytes") && text.contains("1049 are free"), "{text}");
+        assert!(text.contains("10 tokens"), "{text}");
+    }
+}

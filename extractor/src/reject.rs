@@ -128,6 +128,8 @@ reject_reasons! {
     EverythingTrainable = "everything_trainable",
     /// Fewer trainable tokens than the limit.
     TooFewTrainable = "too_few_trainable",
+    /// The target died each time the sample was in its batch.
+    TargetCrash = "target_crash",
 }
 
 impl fmt::Display for RejectReason {

@@ -40,8 +40,13 @@ impl Shutdown {
                     if flag.requested() {
                         std::process::exit(i32::from(EXIT_STOPPED));
                     }
-                    tracing::warn!("stopping after this batch; a second signal stops at once");
                     flag.request();
+                    // On a thread of its own: a log that nobody reads must not keep the second
+                    // signal from being heard.
+                    let said = || {
+                        tracing::warn!("stopping after this batch; a second signal stops at once");
+                    };
+                    let _ = thread::Builder::new().name("said".into()).spawn(said);
                 }
             });
         })?;

@@ -7,8 +7,8 @@ use std::ops::Range;
 use serde::Serialize;
 use shared::contract::ContractError;
 use shared::manifest::{Manifest, ManifestError, SourceOutcome, SourceRecord};
-use shared::shard::{ShardError, ShardWriter};
-use shared::{CapturedSample, LayerIndex, LayerState, SampleId, StateRows};
+use shared::shard::{SealedShard, ShardError, ShardId, ShardWriter};
+use shared::{CapturedSample, LayerIndex, LayerState, SampleId};
 use thiserror::Error;
 
 use crate::batch::TokenBatch;
@@ -78,6 +78,8 @@ pub struct ShardSink<'a> {
     manifest: &'a Manifest,
     shard_bytes: u64,
     shard: Option<ShardWriter>,
+    /// Sealed, but not committed before the batch they belong to is complete.
+    sealed: Vec<SealedShard>,
     /// The line that each sample not committed yet came from.
     origins: HashMap<SampleId, SourceRecord>,
     /// Rejects and duplicates not recorded yet.
@@ -89,12 +91,17 @@ pub struct ShardSink<'a> {
 }
 
 impl<'a> ShardSink<'a> {
-    /// A sink that seals a shard once it holds `shard_bytes` of tensors.
+    /// A sink that seals a shard once it holds `shard_bytes` of tensors and its batch is complete.
+    ///
+    /// A batch is committed as a whole, in several shards if it is large: a run that continues then
+    /// forms the same batches as one that was never interrupted, and the same batches give the same
+    /// bytes, which other batches need not.
     pub fn new(manifest: &'a Manifest, shard_bytes: u64) -> Self {
         Self {
             manifest,
             shard_bytes,
             shard: None,
+            sealed: Vec::new(),
             origins: HashMap::new(),
             notes: Vec::new(),
             quarantined: HashMap::new(),
@@ -103,26 +110,37 @@ impl<'a> ShardSink<'a> {
         }
     }
 
-    /// Adds one captured batch and records of lines; those of its samples must be among the
-    /// records given by now.
-    pub fn write(
-        &mut self,
-        batch: &TokenBatch,
-        capture: &Capture,
-        sources: Vec<SourceRecord>,
-    ) -> Result<(), SinkError> {
+    /// Adds a captured batch, or a part of one. The records of its samples must have been given
+    /// with [`Self::note`].
+    pub fn write(&mut self, batch: &TokenBatch, capture: &Capture) -> Result<(), SinkError> {
         self.require_rows(batch, capture)?;
-        self.note(sources);
         for sample in self.check(batch, capture)? {
             self.push(sample)?;
         }
-        self.batches += 1;
         Ok(())
+    }
+
+    /// The batch is complete: commits if there is a full shard.
+    pub fn end_batch(&mut self) -> Result<(), SinkError> {
+        self.batches += 1;
+        let full = self.shard.as_ref().is_some_and(|it| it.bytes() >= self.shard_bytes);
+        if full || !self.sealed.is_empty() {
+            self.commit()?;
+        }
+        Ok(())
+    }
+
+    /// Rejects every sample of a batch that the target cannot run.
+    pub fn reject(&mut self, batch: &TokenBatch, reason: &str) {
+        for sample in batch.samples() {
+            tracing::error!(sample = %sample.id(), "rejected: {reason}");
+            self.quarantine(sample.id(), reason.to_owned());
+        }
     }
 
     /// Seals what is left. Called once, at the end of a run or when it is asked to stop.
     pub fn finish(mut self) -> Result<Written, SinkError> {
-        self.seal()?;
+        self.commit()?;
         Ok(self.written)
     }
 
@@ -153,6 +171,7 @@ impl<'a> ShardSink<'a> {
                 Ok(sample) => captured.push(sample),
                 Err(error @ ContractError::NonFinite { .. }) => {
                     tracing::error!("quarantined: {error}");
+                    self.written.non_finite += 1;
                     self.quarantine(sample.id(), format!("non_finite: {error}"));
                 }
                 Err(source) => return Err(SinkError::Contract { batch: self.batches, source }),
@@ -170,15 +189,13 @@ impl<'a> ShardSink<'a> {
                 stage = "sliced", batch = self.batches, sample = %id, layer = layer.layer.0,
                 ?shape, %dtype
             );
-            let values = &layer.rows[rows.start * hidden..rows.end * hidden];
-            let rows = StateRows::from_f32(values, hidden, dtype);
+            let rows = layer.rows.store(rows.start * hidden..rows.end * hidden, hidden, dtype);
             LayerState { layer: layer.layer, shape, rows }
         };
         capture.layers.iter().map(cut).collect()
     }
 
     fn quarantine(&mut self, id: SampleId, reason: String) {
-        self.written.non_finite += 1;
         if let Some(record) = self.origins.remove(&id) {
             let outcome = SourceOutcome::Rejected(reason.clone());
             self.notes.push(SourceRecord { outcome, ..record });
@@ -186,7 +203,7 @@ impl<'a> ShardSink<'a> {
         self.quarantined.insert(id, reason);
     }
 
-    /// Adds records of lines that come without a batch.
+    /// Adds records of lines.
     pub fn note(&mut self, sources: Vec<SourceRecord>) {
         for mut record in sources {
             match record.outcome {
@@ -211,37 +228,50 @@ impl<'a> ShardSink<'a> {
             none => {
                 let (dir, spec) = (self.manifest.dir(), self.manifest.spec());
                 let fingerprint = self.manifest.fingerprint().digest();
-                let id = self.manifest.next_shard_id()?;
+                let committed = self.manifest.next_shard_id()?;
+                let id = ShardId(committed.0 + self.sealed.len() as u32);
                 none.insert(ShardWriter::create(dir, id, spec, &fingerprint)?)
             }
         };
         shard.push_owned(sample)?;
-        if shard.bytes() >= self.shard_bytes || !shard.has_room() {
+        // A little too large is better than two shards for one batch.
+        if shard.bytes() >= self.shard_bytes + self.shard_bytes / 4 || !shard.has_room() {
             self.seal()?;
         }
         Ok(())
     }
 
-    /// Shard on stable storage first, its rows second: a row is proof of the bytes.
     fn seal(&mut self) -> Result<(), SinkError> {
         if let Some(shard) = self.shard.take() {
-            let sealed = shard.seal()?;
+            self.sealed.push(shard.seal()?);
+        }
+        Ok(())
+    }
+
+    /// Shards on stable storage first, their rows second: a row is proof of the bytes.
+    fn commit(&mut self) -> Result<(), SinkError> {
+        self.seal()?;
+        let sealed = std::mem::take(&mut self.sealed);
+        let entries = || sealed.iter().flat_map(|shard| &shard.entries);
+        if !sealed.is_empty() {
             let lines: Vec<SourceRecord> =
-                sealed.entries.iter().filter_map(|e| self.origins.remove(&e.sample_id)).collect();
-            self.manifest.commit_shard(&sealed, &lines)?;
-            self.written.shards += 1;
-            self.written.bytes += sealed.bytes;
-            self.written.samples += sealed.entries.len() as u64;
-            self.written.tokens += sealed.entries.iter().map(|e| e.tokens as u64).sum::<u64>();
-            for tensor in sealed.entries.iter().flat_map(|entry| &entry.tensors) {
+                entries().filter_map(|e| self.origins.remove(&e.sample_id)).collect();
+            self.manifest.commit_shards(&sealed, &lines)?;
+        }
+        self.manifest.record_sources(&std::mem::take(&mut self.notes))?;
+        self.written.shards += sealed.len() as u64;
+        self.written.bytes += sealed.iter().map(|shard| shard.bytes).sum::<u64>();
+        self.written.samples += entries().count() as u64;
+        self.written.tokens += entries().map(|e| e.tokens as u64).sum::<u64>();
+        for shard in &sealed {
+            for tensor in shard.entries.iter().flat_map(|entry| &entry.tensors) {
                 tracing::trace!(
                     target: "aerie::shapes",
-                    stage = "written", shard = %sealed.id, name = tensor.name,
+                    stage = "written", shard = %shard.id, name = tensor.name,
                     shape = ?tensor.shape, dtype = tensor.dtype
                 );
             }
         }
-        self.manifest.record_sources(&std::mem::take(&mut self.notes))?;
         Ok(())
     }
 }

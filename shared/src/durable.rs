@@ -97,6 +97,16 @@ impl DatasetDir {
         self.root.join("manifest.sqlite")
     }
 
+    /// A copy of the settings, for the day the database is lost.
+    pub fn settings(&self) -> PathBuf {
+        self.root.join("settings.json")
+    }
+
+    /// Shards that are not trusted any more.
+    pub fn quarantine(&self) -> PathBuf {
+        self.root.join("quarantine")
+    }
+
     /// Held by the one writer; not the database, whose POSIX locks a second open would drop.
     pub fn lock(&self) -> PathBuf {
         self.root.join("LOCK")

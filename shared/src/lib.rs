@@ -4,6 +4,7 @@
 //! ```text
 //! DATASET/manifest.sqlite            what exists: samples, shapes, digests, rejects, runs
 //! DATASET/shards/shard-000000.safetensors    the tensors, immutable once sealed
+//! DATASET/settings.json              a copy of what the data set was begun with
 //! DATASET/target/                    what the trainer needs of the target model
 //! ```
 
@@ -20,6 +21,7 @@ pub mod fp8;
 pub mod header;
 pub mod manifest;
 pub mod provenance;
+pub mod repair;
 pub mod sample;
 pub mod shard;
 
@@ -33,7 +35,9 @@ pub use durable::{DatasetDir, DurableError};
 pub use fingerprint::{FieldChange, Fingerprint};
 pub use foreign::{ForeignReport, ForeignTensor, audit_foreign};
 pub use header::{HeaderLimits, ShardHeader};
-pub use manifest::{Conservation, Manifest, ManifestError, SourceOutcome, SourceRecord, SourceRow};
+pub use manifest::{
+    Conservation, Manifest, ManifestError, Rebuilt, SourceOutcome, SourceRecord, SourceRow,
+};
 pub use sample::{SampleError, SampleId, TokenSample};
 pub use shard::{
     SealedShard, ShardEntry, ShardError, ShardId, ShardReader, ShardWriter, TensorRecord,

@@ -164,6 +164,25 @@ fn a_manifest_with_lost_pages_never_gives_wrong_rows() {
 }
 
 #[test]
+fn a_manifest_of_the_version_before_is_read_and_brought_up_by_a_writer() {
+    let dir = tempdir();
+    let spec = two_shards(dir.path());
+    tamper(
+        dir.path(),
+        "DROP TABLE failure; ALTER TABLE shard DROP COLUMN rebuilt; PRAGMA user_version = 1; \
+         DELETE FROM _sqlx_migrations WHERE version = 2",
+    );
+    let manifest = Manifest::open_read(dir.path()).unwrap();
+    assert_eq!((manifest.samples().unwrap().len(), manifest.failures().unwrap().len()), (5, 0));
+    assert_eq!(kinds(dir.path(), Verify::All), []);
+    drop(manifest);
+    let manifest = Manifest::open_for_write(dir.path(), &fingerprint(), &spec).unwrap();
+    manifest.record_failure(&[SampleId([1; 16])], "x").unwrap();
+    assert_eq!(manifest.failures().unwrap().len(), 1);
+    assert_eq!(kinds(dir.path(), Verify::All), []);
+}
+
+#[test]
 fn an_audit_beside_a_writer_takes_its_work_for_what_it_is() {
     let dir = tempdir();
     let spec = two_shards(dir.path());

@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 pub use self::sources::{ConfigError, FieldChange, Origin, Override, Resolved};
+use crate::dataset::Verify;
 use crate::schedule::Decay;
 
 /// Settings of `trainer fit`.
@@ -35,13 +36,21 @@ pub struct DataSection {
     pub held_out: f64,
     /// Tokens of one packed batch. A longer sample forms a batch of its own.
     pub max_tokens: usize,
+    /// Whether shards are compared with their digests before they are used.
+    pub verify: Verify,
     /// Batches prepared ahead of the training step.
     pub prefetch: usize,
 }
 
 impl Default for DataSection {
     fn default() -> Self {
-        Self { dataset: PathBuf::new(), held_out: 0.05, max_tokens: 2048, prefetch: 2 }
+        Self {
+            dataset: PathBuf::new(),
+            held_out: 0.05,
+            max_tokens: 2048,
+            verify: Verify::First,
+            prefetch: 2,
+        }
     }
 }
 

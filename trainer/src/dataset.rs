@@ -1,9 +1,12 @@
 //! The recorded data set as training sees it: which samples, in which split, in which order. Knows
 //! no batches and no tensors on a device.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
 
+use serde::{Deserialize, Serialize};
 use shared::manifest::{Manifest, ManifestError};
 use shared::{
     CaptureSpec, CapturedSample, DatasetDir, Digest, HeaderLimits, SampleId, ShardError,
@@ -34,7 +37,25 @@ pub struct ManifestDataset {
     spec: CaptureSpec,
     fingerprint: Digest,
     samples: Vec<SampleEntry>,
+    verify: Verify,
+    digests: HashMap<String, Digest>,
+    /// Shards whose bytes were found to be those that were sealed.
+    verified: Arc<Mutex<HashSet<FileState>>>,
 }
+
+/// Whether shards are compared with their digests.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Verify {
+    /// Each once, before anything of it is used.
+    #[default]
+    First,
+    /// Not at all: for file systems that check by themselves.
+    Never,
+}
+
+/// A file as it was when it was looked at: name, inode, bytes, time of change.
+type FileState = (String, u64, u64, i64, i64);
 
 /// Indices of samples that are trained on, and of those that are not. Disjoint by construction:
 /// each sample's id decides alone.
@@ -62,7 +83,21 @@ impl ManifestDataset {
             return Err(DatasetError::Empty { path: dir.display().to_string() });
         }
         let (spec, fingerprint) = (manifest.spec().clone(), manifest.fingerprint().digest());
-        Ok(Self { dir: DatasetDir::new(dir), spec, fingerprint, samples })
+        let digests = manifest.shards()?.into_iter().map(|row| (row.file, row.digest)).collect();
+        Ok(Self {
+            dir: DatasetDir::new(dir),
+            spec,
+            fingerprint,
+            samples,
+            verify: Verify::First,
+            digests,
+            verified: Arc::default(),
+        })
+    }
+
+    /// The same data set with another rule for digests.
+    pub fn with_verify(self, verify: Verify) -> Self {
+        Self { verify, ..self }
     }
 
     /// Layers, width and storage type of every sample.
@@ -104,6 +139,25 @@ impl ManifestDataset {
         let mut order = indices.to_vec();
         order.sort_by_cached_key(key);
         order
+    }
+
+    /// Reads the whole shard the first time that it is used in this state.
+    fn verify(&self, reader: &ShardReader, file: &str) -> Result<(), DatasetError> {
+        if self.verify == Verify::Never {
+            return Ok(());
+        }
+        let missing = || DatasetError::Closed { shard: file.to_owned() };
+        let digest = self.digests.get(file).ok_or_else(missing)?;
+        let state = std::fs::metadata(reader.path())
+            .ok()
+            .map(|it| (file.to_owned(), it.ino(), it.len(), it.ctime(), it.ctime_nsec()));
+        let mut verified = self.verified.lock().unwrap_or_else(PoisonError::into_inner);
+        if state.as_ref().is_some_and(|state| verified.contains(state)) {
+            return Ok(());
+        }
+        reader.verify(digest)?;
+        verified.extend(state);
+        Ok(())
     }
 
     /// A reader of samples with its own open shards.
@@ -157,6 +211,7 @@ impl SampleReader<'_> {
                     found: *reader.fingerprint(),
                 });
             }
+            self.dataset.verify(&reader, file)?;
             self.open.insert(file.clone(), reader);
         }
         self.open.get(file).ok_or_else(|| DatasetError::Closed { shard: file.clone() })

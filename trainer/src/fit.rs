@@ -88,7 +88,9 @@ where
             log.record(state.step, evaluation_record(&evaluation))?;
         }
         if last || improved || state.step.is_multiple_of(keep.checkpoint_every) {
+            tracing::trace!(target: "aerie::steps", step = state.step, "checkpoint");
             state.checkpoint(&session).save(&run)?;
+            tracing::trace!(target: "aerie::steps", step = state.step, "prune");
             run.prune(keep.keep_last, state.best)?;
         }
         log.progress(state.step, &outcome.summary(&state));

@@ -94,6 +94,7 @@ impl RunLog {
 
     /// Shows that a step is done; `message` is a short state such as loss and acceptance.
     pub fn progress(&mut self, step: u64, message: &str) {
+        tracing::trace!(target: "aerie::steps", step, message);
         self.bar.set_position(step);
         self.bar.set_message(message.to_owned());
         let last = step == self.total_steps;

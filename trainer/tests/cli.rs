@@ -63,6 +63,13 @@ fn from_a_data_set_to_an_export() {
     assert!((length(&run) - best).abs() < 1e-9);
     let export = json(&["export", text(&run), text(&out), "--engine", "vllm", "--json"]);
     assert_eq!(export["layer_ids"]["top_level"], serde_json::json!([1, 2, 3]));
+    let again = dir.path().join("again");
+    let printed = trainer(&["export", text(&run), text(&again), "--engine", "vllm"]).stdout;
+    let printed = String::from_utf8(printed).unwrap();
+    let launch: Vec<&str> = printed.lines().filter(|line| line.contains("TARGET_MODEL")).collect();
+    assert_eq!(launch.len(), 2, "{printed}");
+    assert!(launch[0].contains("\"method\":\"eagle3\"") && launch[0].ends_with('\''));
+    assert!(launch[1].contains("EAGLE3 --speculative-draft-model-path"), "{}", launch[1]);
     // bf16 weights, so nearly the same.
     assert!((length(&out) - best).abs() < 0.1, "{} {best}", length(&out));
 }

@@ -4,7 +4,7 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use anyhow::Context;
-use shared::{AuditReport, Verify};
+use shared::{AuditReport, Verify, repair};
 
 /// Arguments of `extractor audit`.
 #[derive(clap::Args)]
@@ -14,15 +14,34 @@ pub(crate) struct AuditArgs {
     /// How much to read again: all, sample or none.
     #[arg(long, default_value = "sample")]
     verify: Verify,
+    /// Set damaged shards aside and have their lines extracted again by the next run.
+    #[arg(long, requires = "yes")]
+    repair: bool,
+    /// Yes, remove the rows of damaged shards.
+    #[arg(long, requires = "repair")]
+    yes: bool,
     /// Print the report as one JSON object.
     #[arg(long)]
     json: bool,
 }
 
-/// Prints the report; false when something is wrong.
+/// Prints the report, after the repair if one is wanted; false when something is wrong.
 pub(crate) fn run(args: &AuditArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
-    let report = shared::audit(&args.dataset, args.verify)
-        .with_context(|| format!("auditing {}", args.dataset.display()))?;
+    let audit = || {
+        shared::audit(&args.dataset, args.verify)
+            .with_context(|| format!("auditing {}", args.dataset.display()))
+    };
+    let mut report = audit()?;
+    if args.repair {
+        let done = repair::repair(&args.dataset, &repair::damaged(&report))
+            .with_context(|| format!("repairing {}", args.dataset.display()))?;
+        for shard in &done.shards {
+            tracing::warn!("{shard} is now in quarantine/");
+        }
+        let (shards, samples) = (done.shards.len(), done.samples);
+        tracing::info!("{shards} shards set aside; the next run extracts {samples} samples again");
+        report = audit()?;
+    }
     if args.json {
         let mut value = serde_json::to_value(&report)?;
         if let Some(object) = value.as_object_mut() {

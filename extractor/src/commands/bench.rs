@@ -1,21 +1,50 @@
 //! `extractor bench`: prefill rate of a target, beside the product rate of the same machine.
 
+mod report;
+mod shape;
+
 use std::io::Write;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use anyhow::ensure;
+use anyhow::{Context, ensure};
 use extractor::batch::TokenBatch;
-use extractor::target::{EngineOptions, RankGroup, Stage, StageTimes, TargetModel, Wanted};
+use extractor::target::{
+    Compute, Device, EngineOptions, RankGroup, StageTimes, TargetModel, Wanted, gemm_ceiling,
+};
 use shared::{LayerIndex, TokenSample};
+
+use self::report::Measured;
+use self::shape::Shape;
 
 /// Arguments of `extractor bench`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct BenchArgs {
     /// Directory of the model: config.json and safetensors files.
-    #[arg(long)]
-    model: PathBuf,
+    #[arg(long, required_unless_present = "shape", conflicts_with = "shape")]
+    model: Option<PathBuf>,
+    /// Random weights in the dimensions of a model instead; needs --device cuda.
+    #[arg(long, value_enum)]
+    shape: Option<Shape>,
+    /// Decoder layers of the shape.
+    #[arg(long, default_value_t = 4, requires = "shape")]
+    layers: usize,
+    /// Which rank's share of the shape the first GPU holds.
+    #[arg(long, default_value_t = 0, requires = "shape")]
+    as_rank: usize,
+    /// Ranks that the shape is spread over.
+    #[arg(long, default_value_t = 8, requires = "shape")]
+    of: usize,
+    /// GPUs, each with a rank's share; sums go across them.
+    #[arg(long, default_value_t = 1, requires = "shape")]
+    gpus: usize,
+    /// Where to compute: cpu or cuda.
+    #[arg(long, value_enum, default_value_t)]
+    device: Device,
+    /// Number format of the products.
+    #[arg(long, value_enum, default_value_t)]
+    compute: Compute,
     /// Tokens a batch.
     #[arg(long, default_value_t = 2048)]
     tokens: usize,
@@ -33,64 +62,95 @@ pub(crate) struct BenchArgs {
     repeats: usize,
 }
 
-/// Prints tokens/s, GFLOP/s and where the time goes.
+/// Prints tokens/s, operations a second and where the time goes.
 pub(crate) fn run(args: &BenchArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
     ensure!(args.seq_len > 0 && args.tokens >= args.seq_len, "--tokens must be at least --seq-len");
     ensure!(args.repeats > 0, "--repeats must be at least 1");
-    let options =
-        EngineOptions { tp: args.tp, threads: args.threads, ..EngineOptions::new(&args.model) };
-    let mut target = RankGroup::open(&options)?;
-    let (vocab_size, num_layers) = (target.spec().vocab_size, target.spec().num_layers);
-    let batch = batch(args, vocab_size)?;
-    let last = LayerIndex(u16::try_from(num_layers - 1)?);
-    let wanted = Wanted { layers: vec![last], ..Wanted::default() };
-    target.probe(&batch, wanted.clone())?;
-    let mut times = StageTimes::default();
-    let mut rates = Vec::with_capacity(args.repeats);
-    for _ in 0..args.repeats {
-        let start = Instant::now();
-        let probe = target.probe(&batch, wanted.clone())?;
-        rates.push(batch.tokens() as f64 / start.elapsed().as_secs_f64());
-        times.add(&probe.times);
-    }
-    // A token sees half its sequence on average.
-    let flops = target.spec().flops_per_token(num_layers, args.seq_len / 2);
-    rates.sort_by(f64::total_cmp);
-    let rate = rates[rates.len() / 2];
-    let gflops = rate * flops / 1e9;
-    let threads = args.threads.map_or_else(std::thread::available_parallelism, Ok)?.get();
-    let peak = kernels::gemm::peak(kernels::Threads(threads));
-    writeln!(
-        out,
-        "tokens/s   {rate:10.1}  (median of {}, best {:.1})",
-        args.repeats,
-        rates[rates.len() - 1]
-    )?;
-    writeln!(out, "GFLOP/s    {gflops:10.1}  ({:.1} MFLOP/token)", flops / 1e6)?;
-    writeln!(
-        out,
-        "of peak    {:10.3}  (f32 product peak {peak:.1} GFLOP/s, {threads} threads)",
-        gflops / peak
-    )?;
-    let tokens = (batch.tokens() * args.repeats) as f64;
-    for stage in Stage::ALL {
-        let micros = times.get(stage).as_secs_f64() * 1e6 / tokens;
-        writeln!(
-            out,
-            "{:10} {micros:10.2}  us/token on rank 0",
-            format!("{stage:?}").to_lowercase()
-        )?;
-    }
+    ensure!(
+        args.shape.is_none() || args.device == Device::Cuda,
+        "--shape needs --device cuda; name a --model to measure the CPU"
+    );
+    // Before the memory is taken: the ceiling wants a little of its own.
+    let ceiling = match args.device {
+        Device::Cuda => gemm_ceiling()?,
+        Device::Cpu => {
+            let threads = args.threads.map_or_else(std::thread::available_parallelism, Ok)?;
+            kernels::gemm::peak(kernels::Threads(threads.get())) / 1e3
+        }
+    };
+    let mut target = open(args)?;
+    let batch = batch(args, ids(args, &target))?;
+    let measured = measure(&mut target, &batch, args, ceiling)?;
+    measured.print(&target, args, out)?;
     Ok(true)
 }
 
-fn batch(args: &BenchArgs, vocab_size: usize) -> anyhow::Result<TokenBatch> {
+fn open(args: &BenchArgs) -> anyhow::Result<RankGroup> {
+    let tp = if args.shape.is_some() { args.of } else { args.tp };
+    let options = EngineOptions {
+        device: args.device,
+        compute: args.compute,
+        batch_tokens: args.tokens,
+        tp,
+        threads: args.threads,
+        ..EngineOptions::new(args.model.clone().unwrap_or_default())
+    };
+    Ok(match args.shape {
+        None => RankGroup::open(&options)?,
+        Some(shape) => {
+            let spec = shape.spec(args.layers)?;
+            RankGroup::open_shape(&options, spec, [args.as_rank, args.gpus])?
+        }
+    })
+}
+
+/// Ids below this have embeddings on the ranks that there are.
+fn ids(args: &BenchArgs, target: &RankGroup) -> std::ops::Range<usize> {
+    let vocab = || target.plans().iter().map(|plan| plan.vocab.clone());
+    match args.shape {
+        None => 0..target.spec().vocab_size,
+        Some(_) => {
+            let start = vocab().map(|part| part.start).min().unwrap_or(0);
+            start..vocab().map(|part| part.end).max().unwrap_or(1)
+        }
+    }
+}
+
+fn measure(
+    target: &mut RankGroup,
+    batch: &TokenBatch,
+    args: &BenchArgs,
+    ceiling: f64,
+) -> anyhow::Result<Measured> {
+    let layers = target.spec().num_layers;
+    // The last layer makes all run; on a GPU the one before leaves while it does.
+    let mut wanted = vec![LayerIndex(u16::try_from(layers - 1)?)];
+    if args.device == Device::Cuda && layers > 1 {
+        wanted.insert(0, LayerIndex(u16::try_from(layers - 2)?));
+    }
+    let wanted = Wanted { layers: wanted, ..Wanted::default() };
+    target.probe(batch, wanted.clone())?;
+    let mut runs: Vec<(Duration, StageTimes)> = Vec::with_capacity(args.repeats);
+    let mut captured = 0;
+    for _ in 0..args.repeats {
+        let start = Instant::now();
+        let probe = target.probe(batch, wanted.clone())?;
+        runs.push((start.elapsed(), probe.times));
+        captured = probe.capture.layers.iter().map(|layer| layer.rows.bytes()).sum();
+    }
+    runs.sort_by_key(|(time, _)| *time);
+    let best = runs.first().map_or(Duration::ZERO, |(time, _)| *time);
+    let (median, times) = runs.get(runs.len() / 2).copied().context("no batch was timed")?;
+    Ok(Measured { tokens: batch.tokens(), ceiling, best, median, times, captured })
+}
+
+fn batch(args: &BenchArgs, ids: std::ops::Range<usize>) -> anyhow::Result<TokenBatch> {
     let mut state = 1u64;
     let samples = (0..args.tokens / args.seq_len)
         .map(|_| {
             let ids = (0..args.seq_len).map(|_| {
                 state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                ((state >> 33) % vocab_size as u64) as u32
+                (ids.start as u64 + (state >> 33) % ids.len().max(1) as u64) as u32
             });
             TokenSample::new(ids.collect(), vec![0; args.seq_len])
         })

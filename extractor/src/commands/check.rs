@@ -3,8 +3,9 @@
 use std::io::Write;
 use std::path::PathBuf;
 
+use extractor::cosine::{CLEAR, Cosines, MEDIAN};
 use extractor::golden::{Golden, GoldenReport, LOGIT_NEAR_TIE, ROUTER_NEAR_TIE};
-use extractor::target::{Device, EngineOptions, QaNormEps, RankGroup};
+use extractor::target::{Compute, Device, EngineOptions, QaNormEps, RankGroup};
 
 /// Arguments of `extractor check`.
 #[derive(Debug, clap::Args)]
@@ -21,6 +22,9 @@ pub(crate) struct CheckArgs {
     /// Where to compute: cpu or cuda.
     #[arg(long, default_value_t)]
     device: Device,
+    /// Number format of the products: bf16 is compared by cosines, f32 by differences.
+    #[arg(long, value_enum, default_value_t)]
+    compute: Compute,
     /// Epsilon of the MLA latent norms: hf (1e-6) or config; must be that of the golden file.
     #[arg(long, default_value_t = QaNormEps::Hf)]
     qa_norm_eps: QaNormEps,
@@ -34,13 +38,49 @@ pub(crate) fn run(args: &CheckArgs, out: &mut dyn Write) -> anyhow::Result<bool>
     let golden = Golden::read(&args.golden, args.qa_norm_eps)?;
     let mut target = RankGroup::open(&EngineOptions {
         device: args.device,
+        compute: args.compute,
+        batch_tokens: golden.longest(),
         tp: args.tp,
         qa_norm_eps: args.qa_norm_eps,
         ..EngineOptions::new(&args.model)
     })?;
     let report = golden.compare(&mut target)?;
+    if args.compute.on(args.device) == Compute::Bf16 {
+        print_cosines(&report, out)?;
+        return Ok(report.agrees_in_bf16());
+    }
     print(&report, args.tolerance, out)?;
     Ok(report.agrees(args.tolerance))
+}
+
+fn print_cosines(report: &GoldenReport, out: &mut dyn Write) -> std::io::Result<()> {
+    let width = report.cosines.iter().map(|c| c.tensor.len()).max().unwrap_or(0).max(6);
+    let header = ("tensor", "rows", "median cosine", "clear rows", "worst of them");
+    let (tensor, rows, median, clear, worst) = header;
+    writeln!(out, "{tensor:width$}  {rows:>6}  {median:>13}  {clear:>10}  {worst:>13}")?;
+    for cosines in &report.cosines {
+        let mark = if cosines.agrees() { "" } else { "  TOO FAR" };
+        let Cosines { tensor, rows, median, clear, worst_clear } = cosines;
+        writeln!(
+            out,
+            "{tensor:width$}  {rows:>6}  {median:>13.6}  {clear:>10}  {worst_clear:>13.6}{mark}"
+        )?;
+    }
+    writeln!(
+        out,
+        "experts: {} choices, {} differ; greedy: {} tokens agree",
+        report.routed,
+        report.misrouted.len(),
+        report.greedy
+    )?;
+    let smallest = |values: &dyn Fn(&Cosines) -> f64| {
+        report.cosines.iter().map(values).fold(f64::INFINITY, f64::min)
+    };
+    let (median, clear) = (smallest(&|c| c.median), smallest(&|c| c.worst_clear));
+    writeln!(
+        out,
+        "worst:   median {median:.6} (at least {MEDIAN}), clear row {clear:.6} (at least {CLEAR})"
+    )
 }
 
 fn print(report: &GoldenReport, tolerance: f64, out: &mut dyn Write) -> std::io::Result<()> {

@@ -7,4 +7,6 @@ pub(crate) mod config;
 pub(crate) mod inspect;
 pub(crate) mod plan;
 pub(crate) mod query;
+pub(crate) mod rebuild;
 pub(crate) mod run;
+pub(crate) mod seal;

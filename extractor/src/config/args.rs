@@ -10,7 +10,7 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 
 use super::LayerChoice;
-use crate::target::{Device, QaNormEps};
+use crate::target::{Compute, Device, QaNormEps};
 
 /// The configuration flags, to be flattened into a command's arguments.
 #[derive(Clone, Debug, Default)]
@@ -88,6 +88,9 @@ struct Flags {
     /// [target] Where the model runs.
     #[arg(long, env = "AERIE_DEVICE")]
     device: Option<Device>,
+    /// [target] Number format of the products; auto is what the device does best.
+    #[arg(long, env = "AERIE_COMPUTE")]
+    compute: Option<Compute>,
     /// [target] Number of tensor-parallel ranks.
     #[arg(long, env = "AERIE_TP", value_name = "RANKS")]
     tp: Option<usize>,

@@ -18,7 +18,7 @@ pub use resolve::{Origin, Resolved};
 
 use crate::encode::{EncodeOptions, Overlong};
 use crate::intake::IntakeOptions;
-use crate::target::{Device, EngineOptions, QaNormEps, TargetSpec};
+use crate::target::{Compute, Device, EngineOptions, QaNormEps, TargetSpec};
 
 /// Everything that says what an extraction does.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -42,6 +42,8 @@ pub struct TargetConfig {
     pub model: Option<PathBuf>,
     /// Where the model runs.
     pub device: Device,
+    /// Number format of the products: bf16 or f32; auto is what the device does best.
+    pub compute: Compute,
     /// Number of tensor-parallel ranks.
     pub tp: usize,
     /// Epsilon of the norms inside latent attention: `config` as vLLM, `hf` as Hugging Face.
@@ -103,6 +105,7 @@ impl Default for TargetConfig {
         Self {
             model: None,
             device: Device::Cpu,
+            compute: Compute::Auto,
             tp: 1,
             qa_norm_eps: QaNormEps::Config,
             revision: String::new(),
@@ -261,6 +264,9 @@ impl ExtractConfig {
     pub fn engine_options(&self) -> Result<EngineOptions, ConfigError> {
         Ok(EngineOptions {
             device: self.target.device,
+            compute: self.target.compute,
+            // A sample longer than the budget has a batch of its own.
+            batch_tokens: self.run.batch_tokens.max(self.data.max_tokens),
             tp: self.target.tp,
             qa_norm_eps: self.target.qa_norm_eps,
             ..EngineOptions::new(self.model()?)

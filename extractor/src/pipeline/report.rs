@@ -157,6 +157,19 @@ impl<'a> Record<'a> {
         Ok(RunReport { outcome, written, conservation, seconds, tokens_per_second })
     }
 
+    /// Ends the row of a run that `error` ended, and gives the error back.
+    pub(super) fn fail(
+        self,
+        written: Written,
+        progress: &Progress,
+        error: PipelineError,
+    ) -> Result<PipelineError, PipelineError> {
+        let (outcome, seconds) = (super::in_words(&error), progress.seconds());
+        let Written { tokens, bytes, .. } = written;
+        self.manifest.finish_run(self.id, &RunEnd { outcome, tokens, bytes, seconds })?;
+        Ok(error)
+    }
+
     fn judge(
         &self,
         written: &Written,

@@ -14,6 +14,17 @@ pub(super) trait Collective<B>: Send {
     /// ranks must call it with equal lengths.
     fn all_reduce(&mut self, values: &mut B) -> Result<(), TargetError>;
 
+    /// Starts [`Collective::all_reduce`] for one half of a batch. The values may be read, and the
+    /// next sum of that half started, after [`Collective::finish`].
+    fn start(&mut self, _half: usize, values: &mut B) -> Result<(), TargetError> {
+        self.all_reduce(values)
+    }
+
+    /// Lets what the device does next see the sum that was started for `half`.
+    fn finish(&mut self, _half: usize) -> Result<(), TargetError> {
+        Ok(())
+    }
+
     /// From now on, waiting ends with an error at `deadline`.
     fn set_deadline(&mut self, deadline: Instant);
 }

@@ -5,16 +5,22 @@ use std::ops::Range;
 
 use kernels::attention::{self, AttentionShape, HeadShape};
 use kernels::gemm::{GemmDims, matmul_nt};
-use kernels::rope::{RopeAngles, RopeLayout, RopeTable, YarnParams};
+use kernels::rope::{RopeAngles, RopeLayout, RopeTable};
 use kernels::router::{RouterRule, Routing, route_top_k};
 use kernels::{Threads, activation, norm};
 use rayon::prelude::*;
 
 use super::error::TargetError;
 use super::experts::ExpertScratch;
-use super::ops::{AttentionDims, HeldExperts, LatentDims, Ops, RouteRule, RouterChoice, Write};
-use super::spec::{RopeScaling, RopeSpec};
-use super::weights::{Checkpoint, Slice};
+use super::model::{Stage, StageClock, StageTimes};
+use super::ops::{
+    AttentionDims, Expert, ExpertShare, HeldExperts, LatentDims, Ops, Room, RouteRule,
+    RouterChoice, Write,
+};
+use super::source::Source;
+use super::spec::RopeSpec;
+use super::weights::Slice;
+use crate::capture::LayerRows;
 
 /// Rows that one task of an element-wise function takes.
 const ROWS_PER_TASK: usize = 16;
@@ -24,6 +30,7 @@ const ROWS_PER_TASK: usize = 16;
 pub(super) struct CpuOps {
     threads: Threads,
     scratch: ExpertScratch,
+    clock: StageClock,
 }
 
 /// A weight matrix in f32, row-major [out, in].
@@ -53,7 +60,8 @@ pub(super) struct CpuRouting {
 impl CpuOps {
     /// Functions that use `threads` threads of the current rayon pool.
     pub(super) fn new(threads: usize) -> Self {
-        Self { threads: Threads(threads.max(1)), scratch: ExpertScratch::default() }
+        let (scratch, clock) = (ExpertScratch::default(), StageClock::start());
+        Self { threads: Threads(threads.max(1)), scratch, clock }
     }
 
     /// Runs `task` on the row blocks of `out` with the number of the first row.
@@ -97,9 +105,18 @@ impl Ops for CpuOps {
     type Linear = CpuLinear;
     type Rope = CpuRope;
     type Routing = CpuRouting;
+    type Experts = HeldExperts<CpuLinear>;
+    type GateUp = [CpuLinear; 2];
+    type Captured = LayerRows;
 
-    fn buffer(&mut self) -> Vec<f32> {
-        Vec::new()
+    const SHARES_CAPTURE: bool = false;
+
+    fn buffer(&mut self, _room: Room) -> Result<Vec<f32>, TargetError> {
+        Ok(Vec::new())
+    }
+
+    fn dtype(&self) -> &'static str {
+        "f32"
     }
 
     fn len(&self, buffer: &Vec<f32>) -> usize {
@@ -114,41 +131,92 @@ impl Ops for CpuOps {
         Ok(buffer[range].to_vec())
     }
 
+    fn capture(
+        &mut self,
+        buffer: &Vec<f32>,
+        rows: Range<usize>,
+        width: usize,
+    ) -> Result<LayerRows, TargetError> {
+        Ok(LayerRows::F32(buffer[rows.start * width..rows.end * width].to_vec()))
+    }
+
+    fn collect(&mut self, captured: LayerRows) -> Result<LayerRows, TargetError> {
+        Ok(captured)
+    }
+
+    fn start_clock(&mut self) -> Result<(), TargetError> {
+        self.clock = StageClock::start();
+        Ok(())
+    }
+
+    fn lap(&mut self, stage: Stage) -> Result<(), TargetError> {
+        self.clock.lap(stage);
+        Ok(())
+    }
+
+    fn times(&mut self) -> Result<StageTimes, TargetError> {
+        Ok(self.clock.times)
+    }
+
     fn load_linear(
         &mut self,
-        checkpoint: &Checkpoint,
+        source: &Source,
         name: &str,
         dims: [usize; 2],
         slice: &Slice,
     ) -> Result<CpuLinear, TargetError> {
-        let values = checkpoint.linear(name, dims, slice)?;
+        let values = source.linear(name, dims, slice)?;
         Ok(CpuLinear { values, out: slice.rows.len(), input: slice.cols.len() })
+    }
+
+    fn load_gate_up(
+        &mut self,
+        source: &Source,
+        prefix: &str,
+        dims: [usize; 2],
+        slice: &Slice,
+    ) -> Result<[CpuLinear; 2], TargetError> {
+        let gate = self.load_linear(source, &format!("{prefix}.gate_proj"), dims, slice)?;
+        let up = self.load_linear(source, &format!("{prefix}.up_proj"), dims, slice)?;
+        Ok([gate, up])
     }
 
     fn load_vector(
         &mut self,
-        checkpoint: &Checkpoint,
+        source: &Source,
         name: &str,
         len: usize,
         range: Range<usize>,
     ) -> Result<Vec<f32>, TargetError> {
-        let mut values = checkpoint.tensor(name, &[len])?;
-        values.truncate(range.end);
-        values.drain(..range.start);
-        Ok(values)
+        Ok(source.vector(name, len, range)?)
     }
 
-    fn rope_angles(&mut self, spec: &RopeSpec, positions: &[u32]) -> Result<CpuRope, TargetError> {
-        let yarn = match &spec.scaling {
-            RopeScaling::None => None,
-            RopeScaling::Yarn(yarn) => Some(YarnParams {
-                factor: yarn.factor,
-                original_max_positions: yarn.original_max_position_embeddings,
-                beta_fast: yarn.beta_fast,
-                beta_slow: yarn.beta_slow,
-            }),
+    fn load_experts(
+        &mut self,
+        source: &Source,
+        prefix: &str,
+        share: &ExpertShare,
+    ) -> Result<HeldExperts<CpuLinear>, TargetError> {
+        let ((dims, slice), (down_dims, down)) = (share.input(), share.output());
+        let mut expert = |index: usize| {
+            let name = |part: &str| format!("{prefix}.{index}.{part}_proj");
+            Ok::<_, TargetError>(Expert {
+                gate: self.load_linear(source, &name("gate"), dims, &slice)?,
+                up: self.load_linear(source, &name("up"), dims, &slice)?,
+                down: self.load_linear(source, &name("down"), down_dims, &down)?,
+            })
         };
-        let table = RopeTable::new(spec.dim, spec.theta, yarn.as_ref());
+        let experts = share.experts.clone().map(&mut expert).collect::<Result<_, _>>()?;
+        Ok(HeldExperts { first: share.experts.start, experts })
+    }
+
+    fn rope_angles(
+        &mut self,
+        spec: &RopeSpec,
+        positions: &[u32],
+        _first: usize,
+    ) -> Result<CpuRope, TargetError> {
+        let table = RopeTable::new(spec.dim, spec.theta, spec.yarn().as_ref());
         let blocks = positions.chunks(ROWS_PER_TASK).map(|block| table.angles(block)).collect();
         let (dim, interleaved) = (spec.dim, spec.interleaved);
         Ok(CpuRope { blocks, dim, rows: positions.len(), interleaved })
@@ -228,7 +296,14 @@ impl Ops for CpuOps {
         Ok(())
     }
 
-    fn silu_mul(&mut self, gate: &mut Vec<f32>, up: &Vec<f32>) -> Result<(), TargetError> {
+    fn gated(
+        &mut self,
+        (gate, up): (&mut Vec<f32>, &mut Vec<f32>),
+        x: &Vec<f32>,
+        [gate_weight, up_weight]: &[CpuLinear; 2],
+    ) -> Result<(), TargetError> {
+        self.matmul(gate, x, gate_weight, Write::Set)?;
+        self.matmul(up, x, up_weight, Write::Set)?;
         self.for_rows(gate, 512, |row, gate| {
             activation::silu_mul(gate, &up[row * 512..][..gate.len()]);
         });
@@ -256,6 +331,31 @@ impl Ops for CpuOps {
         } else {
             x.par_chunks_mut(ROWS_PER_TASK * width).zip(&angles.blocks).for_each(task);
         }
+        Ok(())
+    }
+
+    fn split_latent(
+        &mut self,
+        (latent, k_pe): (&mut Vec<f32>, &mut Vec<f32>),
+        down: &Vec<f32>,
+        (weight, eps): (&Vec<f32>, f32),
+        rope: usize,
+    ) -> Result<(), TargetError> {
+        let (width, whole) = (weight.len(), weight.len() + rope);
+        let rows = down.len() / whole;
+        latent.resize(rows * width, 0.0);
+        k_pe.resize(rows * rope, 0.0);
+        self.for_rows(latent, width, |row, latent| {
+            for (out, down) in latent.chunks_exact_mut(width).zip(down[row * whole..].chunks(whole))
+            {
+                norm::rms_norm(out, &down[..width], weight, eps);
+            }
+        });
+        self.for_rows(k_pe, rope, |row, k_pe| {
+            for (out, down) in k_pe.chunks_exact_mut(rope).zip(down[row * whole..].chunks(whole)) {
+                out.copy_from_slice(&down[width..]);
+            }
+        });
         Ok(())
     }
 

@@ -3,7 +3,8 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use shared::LayerIndex;
+use kernels::cuda::CudaError;
+use shared::{Digest, LayerIndex};
 use thiserror::Error;
 
 use super::weights::WeightsError;
@@ -75,6 +76,56 @@ pub enum TargetError {
         device: &'static str,
         /// Why, and what to do.
         reason: String,
+    },
+    /// A GPU or a library for it is missing, or refuses.
+    #[error("rank {rank}: {doing}")]
+    Cuda {
+        /// Which rank.
+        rank: usize,
+        /// What it was doing.
+        doing: &'static str,
+        /// What was refused, and with which code.
+        #[source]
+        source: CudaError,
+    },
+    /// A collective operation between GPUs was refused.
+    #[error("rank {rank}: {operation} of NCCL answered {code}: {meaning}")]
+    Nccl {
+        /// Which rank.
+        rank: usize,
+        /// Name of the operation.
+        operation: &'static str,
+        /// Name and number of the answer.
+        code: String,
+        /// What it means, and what to do.
+        meaning: &'static str,
+    },
+    /// The model and the batch need more memory than a GPU has free.
+    #[error(
+        "rank {rank}: {needed} are needed, {free} are free on GPU {rank} of {total}; take fewer \
+         --batch-tokens ({tokens} now) or more GPUs\n{plan}"
+    )]
+    Memory {
+        /// Which rank.
+        rank: usize,
+        /// Bytes, written out.
+        needed: String,
+        /// Bytes, written out.
+        free: String,
+        /// Bytes, written out.
+        total: String,
+        /// Tokens of a batch.
+        tokens: usize,
+        /// What the memory is for.
+        plan: String,
+    },
+    /// A batch has more tokens than memory was taken for.
+    #[error("the batch has {tokens} tokens, memory was taken for {limit}; raise --batch-tokens")]
+    BatchTooLarge {
+        /// Tokens of the batch.
+        tokens: usize,
+        /// Tokens at most.
+        limit: usize,
     },
     /// A token id the model has no embedding for.
     #[error(
@@ -154,6 +205,36 @@ pub enum TargetError {
         /// The deadline of a batch.
         limit: Duration,
     },
+    /// A rank's forward ended with an error of device or engine.
+    #[error("rank {rank} died")]
+    RankFailed {
+        /// Which rank.
+        rank: usize,
+        /// What it said.
+        #[source]
+        source: Box<TargetError>,
+    },
+    /// A rank has run another batch than the others.
+    #[error(
+        "rank {rank} ran another batch ({found}) than was sent ({expected}): \
+         nothing of it is kept"
+    )]
+    Desync {
+        /// Which rank.
+        rank: usize,
+        /// Digest of the batch as it was sent.
+        expected: Digest,
+        /// Digest of what the rank ran.
+        found: Digest,
+    },
+    /// A batch needs more memory than there is.
+    #[error("rank {rank} is out of memory with a batch of {tokens} tokens")]
+    OutOfMemory {
+        /// Which rank.
+        rank: usize,
+        /// Tokens of the batch.
+        tokens: usize,
+    },
     /// The ranks were ended by an earlier error.
     #[error("the ranks of this target ended after an earlier error; open it again")]
     GroupEnded,
@@ -181,14 +262,35 @@ impl TargetError {
             | Self::TokenId { .. }
             | Self::EmptyBatch
             | Self::TooLong { .. } => 65,
-            Self::Device { .. } => 69,
-            Self::Split { .. } | Self::Option { .. } | Self::Layer { .. } => 78,
-            Self::Deadline { .. } | Self::RankThread { .. } => 75,
-            Self::Cache { .. }
+            Self::Device { .. } | Self::Memory { .. } => 69,
+            Self::Cuda { source, .. } => source.exit_code(),
+            Self::Split { .. }
+            | Self::Option { .. }
+            | Self::Layer { .. }
+            | Self::BatchTooLarge { .. } => 78,
+            Self::Deadline { .. }
+            | Self::RankThread { .. }
+            | Self::Nccl { .. }
             | Self::RankPanicked { .. }
+            | Self::RankFailed { .. }
+            | Self::Desync { .. }
+            | Self::OutOfMemory { .. }
             | Self::CollectiveEnded { .. }
-            | Self::GroupEnded
-            | Self::Reply { .. } => 70,
+            | Self::GroupEnded => 75,
+            Self::Cache { .. } | Self::Reply { .. } => 70,
+        }
+    }
+
+    /// True where a rank died, so that another try may succeed.
+    pub fn is_death(&self) -> bool {
+        self.exit_code() == 75
+    }
+
+    /// What an error of device or engine is called when it comes from a forward.
+    pub(crate) fn of_forward(self, rank: usize) -> Self {
+        match self.exit_code() {
+            69 | 70 => Self::RankFailed { rank, source: Box::new(self) },
+            _ => self,
         }
     }
 

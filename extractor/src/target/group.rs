@@ -10,19 +10,19 @@ use shared::LayerIndex;
 
 use super::collective::{Collective, Solo, Threads};
 use super::cpu::CpuOps;
+use super::cuda;
 use super::error::TargetError;
-use super::model::{
-    CapturedLayer, ForwardOutput, ForwardRequest, Model, Parts, StageTimes, Wanted,
-};
+use super::model::{ForwardOutput, ForwardRequest, Model, Parts, StageTimes, Wanted};
 use super::ops::RouterChoice;
 use super::options::{Device, EngineOptions};
 use super::plan::RankPlan;
 use super::ranks::{EndGroup, RankWorker, Ranks};
+use super::source::Source;
 use super::spec::TargetSpec;
 use super::weights::Checkpoint;
 use super::{CacheId, ExtendRequest, Extension, TargetModel};
 use crate::batch::TokenBatch;
-use crate::capture::{Capture, LayerCapture};
+use crate::capture::{Capture, LayerCapture, LayerRows};
 
 /// A target model on one or more ranks.
 pub struct RankGroup {
@@ -31,6 +31,10 @@ pub struct RankGroup {
     ranks: Ranks,
     /// Tokens in every cache.
     caches: HashMap<CacheId, usize>,
+    /// All ranks of the group are here.
+    whole: bool,
+    /// Batches go in two halves where the ranks are several.
+    overlaps: bool,
 }
 
 /// Everything that a forward can return; what was not wanted is empty.
@@ -53,15 +57,43 @@ pub struct Probe {
 impl RankGroup {
     /// Reads the model and starts its ranks. See [`super::open`].
     pub fn open(options: &EngineOptions) -> Result<Self, TargetError> {
-        if options.device == Device::Cuda {
-            let reason = "this build runs targets on the CPU only; use --device cpu".to_owned();
-            return Err(TargetError::Device { device: "cuda", reason });
-        }
+        options.check()?;
         let spec = TargetSpec::read(&options.dir)?;
         let plans = options.plans(&spec)?;
-        let checkpoint = Checkpoint::open(&options.dir)?;
-        let ranks = start_cpu(options, &spec, &plans, checkpoint)?;
-        Ok(Self { spec, plans, ranks, caches: HashMap::new() })
+        let source = Source::Checkpoint(Checkpoint::open(&options.dir)?);
+        let overlaps = options.device == Device::Cuda;
+        let ranks = match options.device {
+            Device::Cpu => start_cpu(options, &spec, &plans, source)?,
+            Device::Cuda => cuda::start(options, &spec, &plans, source)?,
+        };
+        Ok(Self { spec, plans, ranks, caches: HashMap::new(), whole: true, overlaps })
+    }
+
+    /// Starts `gpus` ranks on GPUs with random weights in the dimensions of `spec`, for benches.
+    /// They hold the shares of the ranks from `first` on of a group of `options.tp`; sums go across
+    /// those that there are, and a capture has their part of the rows.
+    pub fn open_shape(
+        options: &EngineOptions,
+        spec: TargetSpec,
+        [first, gpus]: [usize; 2],
+    ) -> Result<Self, TargetError> {
+        options.check()?;
+        let mut plans = options.plans(&spec)?;
+        if gpus == 0 || first + gpus > plans.len() {
+            return Err(TargetError::Option {
+                option: "--as-rank and --gpus",
+                value: format!("{first} and {gpus}"),
+                expected: "ranks of the group that --of names",
+            });
+        }
+        let plans = plans.drain(first..first + gpus).collect::<Vec<_>>();
+        let ranks = cuda::start_shape(options, &spec, &plans)?;
+        Ok(Self { spec, plans, ranks, caches: HashMap::new(), whole: false, overlaps: true })
+    }
+
+    /// Shares of the ranks.
+    pub fn plans(&self) -> &[RankPlan] {
+        &self.plans
     }
 
     /// Runs a batch and returns whatever is wanted, for checks and benches.
@@ -71,6 +103,7 @@ impl RankGroup {
             cu_seqlens: batch.cu_seqlens().to_vec(),
             cache: None,
             wanted,
+            overlap: self.overlaps,
         })
     }
 
@@ -83,9 +116,10 @@ impl RankGroup {
         for (rank, output) in outputs.iter().enumerate() {
             check_shapes(rank, output, &wanted.layers, shape)?;
         }
+        let capture = self.gather(&mut outputs, &wanted.layers, shape)?;
         let output = outputs.swap_remove(0);
         Ok(Probe {
-            capture: self.gather(output.captured, &wanted.layers, shape)?,
+            capture,
             embeddings: output.embeddings,
             normed: output.normed,
             logits,
@@ -126,32 +160,54 @@ impl RankGroup {
         Ok(())
     }
 
-    /// The residual stream is the same on all ranks; rank 0's is taken.
+    /// The residual stream is the same on all ranks, and each has copied some rows of it: puts
+    /// them one after the other.
     fn gather(
         &self,
-        captured: Vec<CapturedLayer>,
+        outputs: &mut [ForwardOutput],
         layers: &[LayerIndex],
         [tokens, hidden_size]: [usize; 2],
     ) -> Result<Capture, TargetError> {
-        let mut found: HashMap<LayerIndex, Vec<f32>> = captured
-            .into_iter()
-            .filter_map(|captured| captured.rows.map(|rows| (captured.layer, rows)))
-            .collect();
         let mut gathered = Vec::with_capacity(layers.len());
-        for &layer in layers {
-            let rows = found.remove(&layer).filter(|rows| rows.len() == tokens * hidden_size);
-            let rows = rows.ok_or_else(|| TargetError::Reply {
-                rank: 0,
-                found: format!("no rows of layer {layer}"),
-                expected: format!("[{tokens}, {hidden_size}]"),
-            })?;
+        for (index, &layer) in layers.iter().enumerate() {
+            let held = |(rank, output): (usize, &mut ForwardOutput)| {
+                let captured = output.captured.get_mut(index);
+                let pieces = captured.map(|layer| std::mem::take(&mut layer.pieces));
+                pieces.into_iter().flatten().map(move |(first, rows)| (first, rank, rows))
+            };
+            let mut pieces: Vec<_> = outputs.iter_mut().enumerate().flat_map(held).collect();
+            pieces.sort_by_key(|(first, ..)| *first);
+            let mut rows = LayerRows::default();
+            for (first, rank, piece) in pieces {
+                let next = rows.len() / hidden_size;
+                if self.whole && first != next {
+                    return Err(TargetError::Reply {
+                        rank,
+                        found: format!("rows from {first}"),
+                        expected: format!("rows of layer {layer} from {next}"),
+                    });
+                }
+                if rows.is_empty() {
+                    rows = piece;
+                } else if let Err(piece) = rows.append(piece) {
+                    let found = format!("{} values", piece.dtype());
+                    return Err(TargetError::Reply { rank, found, expected: rows.dtype().into() });
+                }
+            }
+            if self.whole && rows.len() != tokens * hidden_size {
+                return Err(TargetError::Reply {
+                    rank: 0,
+                    found: format!("{} values of layer {layer}", rows.len()),
+                    expected: format!("[{tokens}, {hidden_size}]"),
+                });
+            }
             tracing::debug!(
                 target: "aerie::shapes",
                 batch = self.ranks.batch(),
                 stage = "gathered",
                 layer = layer.0,
                 shape = ?[tokens, hidden_size],
-                dtype = "f32",
+                dtype = rows.dtype(),
             );
             gathered.push(LayerCapture { layer, rows });
         }
@@ -232,6 +288,7 @@ impl TargetModel for RankGroup {
             cu_seqlens: vec![0, tokens.len()],
             cache: Some((cache, keep)),
             wanted,
+            overlap: false,
         })?;
         self.caches.insert(cache, keep + tokens.len());
         Ok(Extension { capture: probe.capture, logits: probe.logits })
@@ -265,17 +322,7 @@ impl RankWorker for CpuRank {
             Some(pool) => pool.install(|| model.forward(request)),
             None => model.forward(request),
         }?;
-        for captured in &output.captured {
-            tracing::debug!(
-                target: "aerie::shapes",
-                rank = self.rank,
-                batch,
-                stage = "captured",
-                layer = captured.layer.0,
-                shape = ?captured.shape,
-                dtype = "f32",
-            );
-        }
+        output.trace_shapes(self.rank, batch);
         Ok(output)
     }
 
@@ -290,7 +337,7 @@ fn start_cpu(
     options: &EngineOptions,
     spec: &TargetSpec,
     plans: &[RankPlan],
-    checkpoint: Checkpoint,
+    source: Source,
 ) -> Result<Ranks, TargetError> {
     let world_size = plans.len();
     let (collectives, end): (Vec<CpuCollective>, EndGroup) = if world_size == 1 {
@@ -304,6 +351,8 @@ fn start_cpu(
     let collectives: Mutex<Vec<_>> = Mutex::new(collectives.into_iter().map(Some).collect());
     let threads = options.threads_per_rank();
     let (spec, plans, qa_norm_eps) = (spec.clone(), plans.to_vec(), options.qa_norm_eps);
+    #[cfg(test)]
+    let faults = options.faults.clone();
     Ranks::start(world_size, options.deadline, end, move |rank| {
         let mut ends = collectives.lock().unwrap_or_else(PoisonError::into_inner);
         let collective = ends.get_mut(rank).and_then(Option::take);
@@ -312,12 +361,15 @@ fn start_cpu(
         let parts = Parts {
             ops: CpuOps::new(threads),
             collective,
-            checkpoint: &checkpoint,
+            source: &source,
             spec: &spec,
             plan: plans[rank].clone(),
             qa_norm_eps,
         };
-        Ok(CpuRank { model: Model::load(parts)?, rank, pool: pool(threads)? })
+        let worker = CpuRank { model: Model::load(parts)?, rank, pool: pool(threads)? };
+        #[cfg(test)]
+        let worker = super::fault::Faulty { worker, rank, faults: faults.clone() };
+        Ok(worker)
     })
 }
 
@@ -331,4 +383,55 @@ fn pool(threads: usize) -> Result<Option<ThreadPool>, TargetError> {
         reason: format!("{threads} threads cannot be started: {error}"),
     })?;
     Ok(Some(pool))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use shared::TokenSample;
+
+    use super::*;
+
+    /// The two halves of a batch give what the whole gives: states, choices and logits in the
+    /// order of the tokens. On the CPU, where nothing overlaps.
+    #[test]
+    fn halves_are_the_whole() {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/nano-kimi");
+        let mut group =
+            RankGroup::open(&EngineOptions { tp: 2, ..EngineOptions::new(dir) }).unwrap();
+        let sample = |tokens: u32| {
+            let ids: Vec<u32> = (0..tokens).map(|id| 7 * id % 300).collect();
+            TokenSample::new(ids, vec![1; tokens as usize]).unwrap()
+        };
+        let wanted = Wanted {
+            layers: vec![LayerIndex(5), LayerIndex(0), LayerIndex(7)],
+            embeddings: true,
+            normed: true,
+            logits: true,
+            routers: true,
+        };
+        for lengths in [vec![9], vec![3, 4], vec![5, 30, 2, 11]] {
+            let batch = TokenBatch::new(lengths.into_iter().map(sample).collect());
+            group.overlaps = false;
+            let whole = group.probe(&batch, wanted.clone()).unwrap();
+            group.overlaps = true;
+            let halves = group.probe(&batch, wanted.clone()).unwrap();
+            let near = |a: &[f32], b: &[f32]| {
+                a.len() == b.len() && a.iter().zip(b).all(|(a, b)| (a - b).abs() < 1e-4)
+            };
+            for (a, b) in whole.capture.layers.iter().zip(&halves.capture.layers) {
+                assert_eq!(a.layer, b.layer);
+                assert!(near(&a.rows.to_f32(), &b.rows.to_f32()), "layer {}", a.layer);
+            }
+            assert!(near(&whole.embeddings, &halves.embeddings));
+            assert!(near(&whole.normed, &halves.normed));
+            assert!(near(&whole.logits, &halves.logits));
+            assert_eq!(whole.routers.len(), halves.routers.len());
+            for ((layer, a), (other, b)) in whole.routers.iter().zip(&halves.routers) {
+                assert_eq!((layer, &a.indices), (other, &b.indices));
+                assert!(near(&a.weights, &b.weights));
+            }
+        }
+    }
 }

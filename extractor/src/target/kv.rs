@@ -40,7 +40,7 @@ impl<B> KvCaches<B> {
         &mut self,
         id: CacheId,
         keep: usize,
-        make: impl FnOnce() -> Vec<LayerCache<B>>,
+        make: impl FnOnce() -> Result<Vec<LayerCache<B>>, TargetError>,
     ) -> Result<KvCache<B>, TargetError> {
         let held = self.caches.get(&id).map_or(0, |cache| cache.tokens);
         if keep > held {
@@ -48,7 +48,7 @@ impl<B> KvCaches<B> {
         }
         let mut cache = match self.caches.remove(&id) {
             Some(cache) => cache,
-            None => KvCache { tokens: 0, layers: make() },
+            None => KvCache { tokens: 0, layers: make()? },
         };
         cache.tokens = keep;
         cache.layers.iter_mut().for_each(|layer| layer.kept = keep);

@@ -3,8 +3,11 @@
 mod collective;
 mod config;
 mod cpu;
+mod cuda;
 mod error;
 mod experts;
+#[cfg(test)]
+pub(crate) mod fault;
 mod group;
 mod kv;
 mod model;
@@ -12,6 +15,7 @@ mod ops;
 mod options;
 mod plan;
 mod ranks;
+mod source;
 mod spec;
 pub mod weights;
 
@@ -21,8 +25,8 @@ pub use self::error::TargetError;
 pub use self::group::{Probe, RankGroup};
 pub use self::model::{Stage, StageTimes, Wanted};
 pub use self::ops::RouterChoice;
-pub use self::options::{Device, EngineOptions};
-pub use self::plan::{ExpertPlan, RankPlan};
+pub use self::options::{Compute, Device, EngineOptions};
+pub use self::plan::{ExpertPlan, LayerFlops, RankPlan};
 pub use self::spec::{
     AttentionSpec, GqaSpec, MlaSpec, MoeSpec, QaNormEps, RopeScaling, RopeSpec, TargetSpec,
     YarnSpec,
@@ -33,6 +37,11 @@ use crate::capture::Capture;
 /// Opens the model of a checkpoint directory and starts its ranks.
 pub fn open(options: &EngineOptions) -> Result<Box<dyn TargetModel>, TargetError> {
     Ok(Box::new(RankGroup::open(options)?))
+}
+
+/// TFLOP/s of the largest bf16 products of the first GPU, measured now: what nothing exceeds.
+pub fn gemm_ceiling() -> Result<f64, TargetError> {
+    cuda::ceiling()
 }
 
 /// Identifies a KV cache that a target holds between calls of [`TargetModel::extend`].

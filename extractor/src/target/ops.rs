@@ -3,8 +3,11 @@
 use std::ops::Range;
 
 use super::error::TargetError;
+use super::model::{Stage, StageTimes};
+use super::source::Source;
 use super::spec::RopeSpec;
-use super::weights::{Checkpoint, Slice};
+use super::weights::Slice;
+use crate::capture::LayerRows;
 
 /// The device functions of one rank. Buffers live on the device between calls; lengths are in
 /// values, row-major. `out` buffers are resized by the function that writes them and never alias
@@ -21,9 +24,21 @@ pub(super) trait Ops: Send {
     type Rope: Send;
     /// Experts chosen for the rows of one forward.
     type Routing: Send;
+    /// Routed experts of one layer that this rank holds.
+    type Experts: Send;
+    /// Gate and up projections of an MLP, which have the same input.
+    type GateUp: Send;
+    /// States on their way to the host.
+    type Captured: Send;
 
-    /// An empty buffer.
-    fn buffer(&mut self) -> Self::Buffer;
+    /// Every rank copies its own part of the captured rows to the host, instead of rank 0 all.
+    const SHARES_CAPTURE: bool;
+
+    /// An empty buffer that will hold no more than `room` says.
+    fn buffer(&mut self, room: Room) -> Result<Self::Buffer, TargetError>;
+
+    /// Name of the number format of states.
+    fn dtype(&self) -> &'static str;
 
     /// Values in a buffer.
     fn len(&self, buffer: &Self::Buffer) -> usize;
@@ -35,29 +50,68 @@ pub(super) trait Ops: Send {
         range: Range<usize>,
     ) -> Result<Vec<f32>, TargetError>;
 
+    /// Starts to copy whole `rows` of a buffer `width` wide to the host; the buffer may be
+    /// overwritten at once.
+    fn capture(
+        &mut self,
+        buffer: &Self::Buffer,
+        rows: Range<usize>,
+        width: usize,
+    ) -> Result<Self::Captured, TargetError>;
+
+    /// Waits for what [`Ops::capture`] started.
+    fn collect(&mut self, captured: Self::Captured) -> Result<LayerRows, TargetError>;
+
+    /// Starts to time a forward.
+    fn start_clock(&mut self) -> Result<(), TargetError>;
+
+    /// Charges the device's time since the last lap to `stage`.
+    fn lap(&mut self, stage: Stage) -> Result<(), TargetError>;
+
+    /// Times since [`Ops::start_clock`]; the device has finished when it returns.
+    fn times(&mut self) -> Result<StageTimes, TargetError>;
+
     /// Reads this rank's slice of a weight matrix whose whole is `dims` = [out, in].
     fn load_linear(
         &mut self,
-        checkpoint: &Checkpoint,
+        source: &Source,
         name: &str,
         dims: [usize; 2],
         slice: &Slice,
     ) -> Result<Self::Linear, TargetError>;
 
+    /// Reads this rank's slice of the two matrices `prefix`.gate_proj and `prefix`.up_proj.
+    fn load_gate_up(
+        &mut self,
+        source: &Source,
+        prefix: &str,
+        dims: [usize; 2],
+        slice: &Slice,
+    ) -> Result<Self::GateUp, TargetError>;
+
     /// Reads `range` of a vector (norm weight, bias) of `len` values.
     fn load_vector(
         &mut self,
-        checkpoint: &Checkpoint,
+        source: &Source,
         name: &str,
         len: usize,
         range: Range<usize>,
     ) -> Result<Self::Buffer, TargetError>;
 
-    /// Angles for `positions`, one a row.
+    /// Reads routed experts, named `prefix` and their index.
+    fn load_experts(
+        &mut self,
+        source: &Source,
+        prefix: &str,
+        share: &ExpertShare,
+    ) -> Result<Self::Experts, TargetError>;
+
+    /// Angles for `positions`, one a row, from row `first` of the batch on.
     fn rope_angles(
         &mut self,
         spec: &RopeSpec,
         positions: &[u32],
+        first: usize,
     ) -> Result<Self::Rope, TargetError>;
 
     /// `out[r] = table[ids[r] - first]`, or zeros where the id is outside the table: the table may
@@ -102,8 +156,13 @@ pub(super) trait Ops: Send {
     /// `x += y`.
     fn add(&mut self, x: &mut Self::Buffer, y: &Self::Buffer) -> Result<(), TargetError>;
 
-    /// `gate = silu(gate) * up`.
-    fn silu_mul(&mut self, gate: &mut Self::Buffer, up: &Self::Buffer) -> Result<(), TargetError>;
+    /// `out = silu(x gate^T) * (x up^T)`; `work` has room for twice the width of `out`.
+    fn gated(
+        &mut self,
+        out_work: (&mut Self::Buffer, &mut Self::Buffer),
+        x: &Self::Buffer,
+        weights: &Self::GateUp,
+    ) -> Result<(), TargetError>;
 
     /// Rotates, in every head of width `head_dim`, the last values that the angles cover.
     fn rope(
@@ -111,6 +170,15 @@ pub(super) trait Ops: Send {
         x: &mut Self::Buffer,
         angles: &Self::Rope,
         head_dim: usize,
+    ) -> Result<(), TargetError>;
+
+    /// Splits `down` [rows, latent + rope] into the normed latent, as wide as `weight`, and `k_pe`.
+    fn split_latent(
+        &mut self,
+        latent_k_pe: (&mut Self::Buffer, &mut Self::Buffer),
+        down: &Self::Buffer,
+        weight_eps: (&Self::Buffer, f32),
+        rope: usize,
     ) -> Result<(), TargetError>;
 
     /// Splits `kv` [rows, heads, nope + v] into keys [rows, heads, nope + rope], of which the last
@@ -151,14 +219,61 @@ pub(super) trait Ops: Send {
     /// The choice of [`Ops::route`], on the host.
     fn routing_to_host(&mut self, routing: &Self::Routing) -> Result<RouterChoice, TargetError>;
 
-    /// `out += sum over chosen experts of weight * expert(x)`, for the experts `first..` held here.
+    /// `out += sum over chosen experts of weight * expert(x)`, for the experts held here.
     fn experts(
         &mut self,
         out: &mut Self::Buffer,
         x: &Self::Buffer,
         routing: &Self::Routing,
-        held: &HeldExperts<Self::Linear>,
+        held: &Self::Experts,
     ) -> Result<(), TargetError>;
+}
+
+/// What a buffer of a forward holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Room {
+    /// Its part in a forward, for the plan of memory.
+    pub name: &'static str,
+    /// Values a token of the batch; 0 where the buffer grows as it is used.
+    pub width: usize,
+    /// Number format of the values.
+    pub precision: Precision,
+}
+
+/// Number format of a buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Precision {
+    /// What the device multiplies in.
+    Compute,
+    /// f32 in any case.
+    Single,
+}
+
+/// Which part of a layer's routed experts a rank holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct ExpertShare {
+    /// Experts by index.
+    pub experts: Range<usize>,
+    /// Columns of each one's intermediate.
+    pub columns: Range<usize>,
+    /// Width of the whole intermediate.
+    pub width: usize,
+    /// Width of the residual stream.
+    pub hidden: usize,
+}
+
+impl ExpertShare {
+    /// Shape of a whole gate or up projection, and its slice.
+    pub(super) fn input(&self) -> ([usize; 2], Slice) {
+        let slice = Slice { rows: self.columns.clone(), cols: 0..self.hidden };
+        ([self.width, self.hidden], slice)
+    }
+
+    /// Shape of a whole down projection, and its slice.
+    pub(super) fn output(&self) -> ([usize; 2], Slice) {
+        let slice = Slice { rows: 0..self.hidden, cols: self.columns.clone() };
+        ([self.hidden, self.width], slice)
+    }
 }
 
 /// What a product does with its output.
@@ -228,6 +343,15 @@ pub struct RouterChoice {
     pub weights: Vec<f32>,
     /// [rows] selection score of the last chosen minus that of the best not chosen.
     pub margins: Vec<f32>,
+}
+
+impl RouterChoice {
+    /// Appends the choices for more rows.
+    pub(super) fn append(&mut self, more: Self) {
+        self.indices.extend(more.indices);
+        self.weights.extend(more.weights);
+        self.margins.extend(more.margins);
+    }
 }
 
 /// Routed experts of one layer on one rank.

@@ -31,14 +31,52 @@ impl std::fmt::Display for Device {
     }
 }
 
-/// Options of [`super::open`]. `qa_norm_eps` changes the states a little, so it belongs to the
-/// fingerprint of a data set; the others change rounding at most.
+/// Number format that products are computed in, with f32 sums.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Compute {
+    /// bf16 on CUDA, f32 on the CPU.
+    #[default]
+    Auto,
+    /// bfloat16.
+    Bf16,
+    /// Single precision.
+    F32,
+}
+
+impl Compute {
+    /// The format that `device` computes in.
+    pub fn on(self, device: Device) -> Self {
+        match (self, device) {
+            (Self::Auto, Device::Cpu) => Self::F32,
+            (Self::Auto, Device::Cuda) => Self::Bf16,
+            (chosen, _) => chosen,
+        }
+    }
+}
+
+impl std::fmt::Display for Compute {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Auto => "auto",
+            Self::Bf16 => "bf16",
+            Self::F32 => "f32",
+        })
+    }
+}
+
+/// Options of [`super::open`]. `qa_norm_eps` and `compute` change the states a little, so they
+/// belong to the fingerprint of a data set, as do `device` and `tp`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EngineOptions {
     /// Directory of the checkpoint.
     pub dir: PathBuf,
     /// Where to compute.
     pub device: Device,
+    /// Number format of the products.
+    pub compute: Compute,
+    /// Tokens of the largest batch; a GPU takes the memory for it at the start.
+    pub batch_tokens: usize,
     /// Ranks of tensor parallelism.
     pub tp: usize,
     /// Epsilon of the norms of the MLA latents.
@@ -49,6 +87,9 @@ pub struct EngineOptions {
     pub threads: Option<NonZeroUsize>,
     /// Longest time for one batch.
     pub deadline: Duration,
+    /// What goes wrong, in tests.
+    #[cfg(test)]
+    pub(crate) faults: Vec<super::fault::Fault>,
 }
 
 impl EngineOptions {
@@ -57,12 +98,28 @@ impl EngineOptions {
         Self {
             dir: dir.into(),
             device: Device::Cpu,
+            compute: Compute::Auto,
+            batch_tokens: 8192,
             tp: 1,
             qa_norm_eps: QaNormEps::default(),
             experts: ExpertPlan::Auto,
             threads: None,
             deadline: Duration::from_secs(600),
+            #[cfg(test)]
+            faults: Vec::new(),
         }
+    }
+
+    /// Refuses what no device can do.
+    pub(super) fn check(&self) -> Result<(), TargetError> {
+        if (self.device, self.compute) == (Device::Cpu, Compute::Bf16) {
+            return Err(TargetError::Option {
+                option: "--compute",
+                value: self.compute.to_string(),
+                expected: "the CPU computes in f32",
+            });
+        }
+        Ok(())
     }
 
     /// Shares of all ranks.

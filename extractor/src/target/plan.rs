@@ -94,6 +94,64 @@ impl RankPlan {
     }
 }
 
+/// Floating point operations of one rank for a token, in one layer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LayerFlops {
+    /// Projections of the attention.
+    pub projections: f64,
+    /// Scores and values.
+    pub attention: f64,
+    /// Dense MLP, or shared experts.
+    pub mlp: f64,
+    /// Router and routed experts, with rows spread evenly over the ranks.
+    pub experts: f64,
+}
+
+impl LayerFlops {
+    /// All of them.
+    pub fn total(&self) -> f64 {
+        self.projections + self.attention + self.mlp + self.experts
+    }
+}
+
+impl RankPlan {
+    /// Operations of decoder layer `layer` for a token with `context` keys.
+    pub fn layer_flops(&self, spec: &TargetSpec, layer: usize, context: f64) -> LayerFlops {
+        let hidden = spec.hidden_size;
+        let (heads, kv_heads) = (self.heads.len(), self.kv_heads.len());
+        let (projections, scores) = match &spec.attention {
+            AttentionSpec::Mla(mla) => {
+                let qk = mla.qk_nope_head_dim + mla.qk_rope_head_dim;
+                let queries = match mla.q_lora_rank {
+                    None => hidden * heads * qk,
+                    Some(rank) => rank * (hidden + heads * qk),
+                };
+                let keys = (mla.kv_lora_rank + mla.qk_rope_head_dim) * hidden
+                    + mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim);
+                (queries + keys + heads * mla.v_head_dim * hidden, heads * (qk + mla.v_head_dim))
+            }
+            AttentionSpec::Gqa(gqa) => {
+                let all = 2 * (heads + kv_heads) * gqa.head_dim;
+                (all * hidden, 2 * heads * gqa.head_dim)
+            }
+        };
+        let (mlp, experts) = match &spec.moe {
+            Some(moe) if spec.is_moe_layer(layer) => {
+                let share = self.experts.len() * self.expert_columns.len();
+                let routed = (moe.top_k * 3 * hidden * share) as f64 / moe.num_experts as f64;
+                (3 * hidden * self.shared.len(), routed + (moe.num_experts * hidden) as f64)
+            }
+            _ => (3 * hidden * self.dense.len(), 0.0),
+        };
+        LayerFlops {
+            projections: 2.0 * projections as f64,
+            attention: 2.0 * scores as f64 * context,
+            mlp: 2.0 * mlp as f64,
+            experts: 2.0 * experts,
+        }
+    }
+}
+
 fn exact(
     what: &'static str,
     count: usize,

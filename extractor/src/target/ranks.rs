@@ -8,6 +8,8 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use shared::Digest;
+
 use super::CacheId;
 use super::error::TargetError;
 use super::model::{ForwardOutput, ForwardRequest};
@@ -25,6 +27,8 @@ pub(super) enum RankCommand {
 #[derive(Debug)]
 pub(super) struct RankReply {
     rank: usize,
+    /// What the rank was given, by its own reckoning.
+    received: Option<Digest>,
     outcome: Result<ForwardOutput, TargetError>,
 }
 
@@ -40,6 +44,17 @@ pub(super) trait RankWorker {
 
     /// Forgets a cache.
     fn drop_cache(&mut self, id: CacheId);
+
+    /// Digest of the batch as this rank has it.
+    fn received(&self, request: &ForwardRequest) -> Digest {
+        request.digest()
+    }
+}
+
+/// What the group waits for.
+struct Awaited {
+    deadline: Instant,
+    batch: Digest,
 }
 
 /// Ends the group's collective with a reason.
@@ -107,6 +122,7 @@ impl Ranks {
         }
         self.batch += 1;
         let deadline = Instant::now() + self.limit;
+        let awaited = Awaited { deadline, batch: request.digest() };
         let request = Arc::new(request);
         for command in &self.commands {
             let request = Arc::clone(&request);
@@ -116,7 +132,7 @@ impl Ranks {
                 return Err(TargetError::GroupEnded);
             }
         }
-        self.collect(Some(deadline))
+        self.collect(Some(awaited))
     }
 
     /// Number of the last batch, from 1.
@@ -133,8 +149,8 @@ impl Ranks {
     }
 
     /// Waits for every rank's answer; the first error that is not another's consequence wins.
-    fn collect(&mut self, deadline: Option<Instant>) -> Result<Vec<ForwardOutput>, TargetError> {
-        let collected = self.answers(deadline);
+    fn collect(&mut self, awaited: Option<Awaited>) -> Result<Vec<ForwardOutput>, TargetError> {
+        let collected = self.answers(awaited.as_ref());
         if let Err(error) = &collected {
             self.ended = true;
             (self.end)(&error.to_string());
@@ -142,21 +158,21 @@ impl Ranks {
         collected
     }
 
-    fn answers(&self, deadline: Option<Instant>) -> Result<Vec<ForwardOutput>, TargetError> {
+    fn answers(&self, awaited: Option<&Awaited>) -> Result<Vec<ForwardOutput>, TargetError> {
         let mut outputs: Vec<Option<ForwardOutput>> = Vec::new();
         outputs.resize_with(self.commands.len(), || None);
         let mut consequence = None;
         let mut answered = vec![false; outputs.len()];
         while answered.contains(&false) {
-            let reply = match deadline {
+            let reply = match awaited {
                 None => self.replies.recv().map_err(|_| RecvTimeoutError::Disconnected),
-                Some(deadline) => {
+                Some(Awaited { deadline, .. }) => {
                     let left = deadline.saturating_duration_since(Instant::now());
                     self.replies.recv_timeout(left)
                 }
             };
             let waiting = || (0..answered.len()).filter(|&rank| !answered[rank]).collect();
-            let RankReply { rank, outcome } = match reply {
+            let RankReply { rank, received, outcome } = match reply {
                 Ok(reply) => reply,
                 Err(RecvTimeoutError::Timeout) => {
                     return Err(TargetError::Deadline { waiting: waiting(), limit: self.limit });
@@ -167,7 +183,13 @@ impl Ranks {
             match outcome {
                 Ok(output) => outputs[rank] = Some(output),
                 Err(error) if error.is_consequence() => consequence = Some(error),
+                Err(error) if awaited.is_some() => return Err(error.of_forward(rank)),
                 Err(error) => return Err(error),
+            }
+            if let (Some(Awaited { batch: expected, .. }), Some(found)) = (awaited, received)
+                && found != *expected
+            {
+                return Err(TargetError::Desync { rank, expected: *expected, found });
             }
         }
         match consequence {
@@ -198,29 +220,30 @@ fn serve<W: RankWorker>(
     commands: &Receiver<RankCommand>,
     (replies, end): (&Sender<RankReply>, &EndGroup),
 ) {
-    let send = |outcome: Result<ForwardOutput, TargetError>| {
+    let send = |received: Option<Digest>, outcome: Result<ForwardOutput, TargetError>| {
         if let Err(error) = &outcome {
             tracing::debug!(target: "aerie::ranks", rank, %error, "a rank ended");
             end(&error.to_string());
         }
         let failed = outcome.is_err();
-        replies.send(RankReply { rank, outcome }).is_err() || failed
+        replies.send(RankReply { rank, received, outcome }).is_err() || failed
     };
     let mut worker = match guarded(rank, || make(rank)) {
         Ok(worker) => worker,
         Err(error) => {
-            send(Err(error));
+            send(None, Err(error));
             return;
         }
     };
-    if send(Ok(ForwardOutput::default())) {
+    if send(None, Ok(ForwardOutput::default())) {
         return;
     }
     for command in commands {
         match command {
             RankCommand::DropCache(id) => worker.drop_cache(id),
             RankCommand::Forward { request, batch, deadline } => {
-                if send(guarded(rank, || worker.forward(&request, batch, deadline))) {
+                let outcome = guarded(rank, || worker.forward(&request, batch, deadline));
+                if send(Some(worker.received(&request)), outcome) {
                     return;
                 }
             }
@@ -327,7 +350,7 @@ mod tests {
         let error = ranks.forward(batch(2)).unwrap_err();
         let TargetError::RankPanicked { rank: 1, message } = &error else { panic!("{error}") };
         assert_eq!(message, "out of luck");
-        assert_eq!(error.exit_code(), 70);
+        assert_eq!(error.exit_code(), 75);
         assert!(matches!(ranks.forward(batch(1)), Err(TargetError::GroupEnded)));
     }
 

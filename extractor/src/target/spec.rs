@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use clap::ValueEnum;
+use kernels::rope::YarnParams;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -367,6 +368,19 @@ impl RopeSpec {
             None => RopeScaling::None,
         };
         Ok(Self { theta, dim, interleaved, scaling })
+    }
+
+    /// The stretching, as kernels take it.
+    pub(super) fn yarn(&self) -> Option<YarnParams> {
+        match &self.scaling {
+            RopeScaling::None => None,
+            RopeScaling::Yarn(yarn) => Some(YarnParams {
+                factor: yarn.factor,
+                original_max_positions: yarn.original_max_position_embeddings,
+                beta_fast: yarn.beta_fast,
+                beta_slow: yarn.beta_slow,
+            }),
+        }
     }
 
     /// Multiplier of cos and sin.

@@ -21,7 +21,7 @@ fn ranks_agree() {
         for tp in [2, 4, 8] {
             let many = open(model, tp).unwrap().probe(&batch, wanted.clone()).unwrap();
             for (many, one) in many.capture.layers.iter().zip(&one.capture.layers) {
-                let apart = apart(&many.rows, &one.rows);
+                let apart = apart(&many.rows.to_f32(), &one.rows.to_f32());
                 assert!(apart < RANKS, "{model} tp {tp} layer {}: {apart}", one.layer);
             }
             let apart = apart(&many.logits, &one.logits);
@@ -61,10 +61,11 @@ fn a_sequence_does_not_see_its_neighbours() {
         let mut target = open(model, 2).unwrap();
         let together = target.prefill(&batch(&sequences), &layers(&[last])).unwrap();
         assert_eq!(together.tokens, 33 + 1 + 120 + 64);
-        let mut rows = together.layers[0].rows.as_slice();
+        let rows = together.layers[0].rows.to_f32();
+        let mut rows = rows.as_slice();
         for sequence in &sequences {
             let alone = target.prefill(&batch(std::slice::from_ref(sequence)), &layers(&[last]));
-            let alone = alone.unwrap().layers.remove(0).rows;
+            let alone = alone.unwrap().layers.remove(0).rows.to_f32();
             let (own, rest) = rows.split_at(alone.len());
             rows = rest;
             let apart = apart(own, &alone);
@@ -110,7 +111,8 @@ fn extending_a_cache_equals_prefill() {
             assert!(logits < ROWS, "{model} {start}..{end}: {logits}");
             for (part, whole) in part.capture.layers.iter().zip(&whole.capture.layers) {
                 let width = target.spec().hidden_size;
-                let apart = apart(&part.rows, &whole.rows[start * width..end * width]);
+                let apart =
+                    apart(&part.rows.to_f32(), &whole.rows.to_f32()[start * width..end * width]);
                 assert!(apart < ROWS, "{model} {start}..{end} layer {}: {apart}", whole.layer);
             }
         }

@@ -220,7 +220,7 @@ fn formats_give_the_states_of_their_plain_values() {
             let options = EngineOptions { tp, ..EngineOptions::new(dir.path()) };
             let mut target = RankGroup::open(&options).unwrap();
             let batch = batch(&[ids(50, VOCAB as u32, 1), ids(20, VOCAB as u32, 2)]);
-            target.prefill(&batch, &layers(&[2])).unwrap().layers.remove(0).rows
+            target.prefill(&batch, &layers(&[2])).unwrap().layers.remove(0).rows.to_f32()
         };
         let plain = states(&pair.plain, 1);
         for tp in [1, 2] {

@@ -158,7 +158,7 @@ fn nearest(x: f64, codes: std::ops::Range<u8>, value: impl Fn(u8) -> f64) -> u8 
 }
 
 /// A weight in FP8 blocks, and the values that it stands for.
-fn fp8([rows, cols]: [usize; 2]) -> (Vec<Stored<'static>>, Vec<f64>) {
+pub(super) fn fp8([rows, cols]: [usize; 2]) -> (Vec<Stored<'static>>, Vec<f64>) {
     let values = numbers(rows * cols, 2);
     let blocks = [rows.div_ceil(128), cols.div_ceil(128)];
     let mut scales = vec![0.0f32; blocks[0] * blocks[1]];
@@ -187,7 +187,7 @@ fn e2m1(code: u8) -> f64 {
 }
 
 /// A weight in NVFP4, as modelopt (or compressed-tensors, `packed`) stores it, and its values.
-fn nvfp4([rows, cols]: [usize; 2], packed: bool) -> (Vec<Stored<'static>>, Vec<f64>) {
+pub(super) fn nvfp4([rows, cols]: [usize; 2], packed: bool) -> (Vec<Stored<'static>>, Vec<f64>) {
     let values = numbers(rows * cols, 3);
     let global = 2f32.powi(-11);
     let row_scales = cols.div_ceil(16);

@@ -3,6 +3,7 @@
 
 mod faults;
 mod formats;
+mod packed;
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -38,7 +38,7 @@ struct Bench<'a> {
 }
 
 /// Measures everything whose name contains `only`.
-pub fn run(gpu: &mut Gpu, only: &str) -> Result<(), Box<dyn Error>> {
+pub(crate) fn run(gpu: &mut Gpu, only: &str) -> Result<(), Box<dyn Error>> {
     let mut bench = Bench { gpu, only, copy: 0.0, product: 0.0 };
     bench.ceilings()?;
     bench.rows()?;
@@ -78,6 +78,7 @@ impl Bench<'_> {
         if !name.contains(self.only) {
             return Ok(0.0);
         }
+        crate::watchdog::step(name);
         let seconds = self.time(call)?;
         let (rate, unit, limit, of) = match *work {
             Work::Bytes(bytes) => (bytes as f64 / seconds * 1e-9, "GB/s", self.copy, "copy"),
@@ -125,7 +126,7 @@ impl Bench<'_> {
     }
 
     fn ceilings(&mut self) -> Outcome {
-        let only = std::mem::replace(&mut self.only, "");
+        let only = std::mem::take(&mut self.only);
         let bytes = 1 << 30;
         let (from, to) =
             (self.filled(bytes / 2, Dtype::Bf16)?, self.filled(bytes / 2, Dtype::Bf16)?);

@@ -7,6 +7,7 @@
 mod bench;
 #[path = "../../tests/parity/mod.rs"]
 mod parity;
+mod watchdog;
 
 use std::error::Error;
 use std::process::ExitCode;
@@ -20,6 +21,8 @@ fn main() -> ExitCode {
     let at = args.iter().position(|arg| arg == "--only");
     let only = at.and_then(|at| args.get(at + 1)).map_or("", String::as_str);
     let started = Instant::now();
+    watchdog::start();
+    watchdog::step("compile and load");
     let mut gpu = match Gpu::new(quick) {
         Ok(gpu) => gpu,
         Err(error) => {
@@ -39,6 +42,7 @@ fn main() -> ExitCode {
     let mut failed = Vec::new();
     for case in cases().into_iter().filter(|case| case.name.contains(only)) {
         let started = Instant::now();
+        watchdog::step(case.name);
         match (case.run)(&mut gpu) {
             Ok(()) => println!("ok   {:28} {:.2} s", case.name, started.elapsed().as_secs_f32()),
             Err(error) => {

@@ -72,7 +72,7 @@ struct AttentionArgs {
 }
 
 impl Attention {
-    /// The fastest kernel for these shapes.
+    /// The fastest kernel for these shapes that runs on every architecture.
     pub fn variant(&self) -> AttentionVariant {
         if self.fits_mma() { AttentionVariant::Mma } else { AttentionVariant::Any }
     }
@@ -138,7 +138,9 @@ impl Launcher<'_> {
     /// `out = softmax(scale * q k^T + causal) v` for every sequence and head, by the fastest kernel
     /// for the shapes.
     pub fn attention(&self, call: &Attention) -> Result<(), CudaError> {
-        self.attention_by(call.variant(), call)
+        let hopper = self.kernels.arch().name() == "sm_90a" && call.fits_wgmma();
+        let variant = if hopper { AttentionVariant::Wgmma } else { call.variant() };
+        self.attention_by(variant, call)
     }
 
     /// The same by the kernel of the caller's choice.

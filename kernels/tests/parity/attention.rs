@@ -4,9 +4,9 @@ use kernels::Threads;
 use kernels::attention::{AttentionShape, HeadShape, causal};
 use kernels::cuda::{Attention, AttentionVariant, DeviceHeads, Dtype};
 
-use super::{Gpu, Outcome, within};
+use super::{Gpu, Named, Outcome, within};
 
-pub const CASES: &[(&str, fn(&mut Gpu) -> Outcome)] = &[
+pub(crate) const CASES: &[Named] = &[
     ("attention_any", any),
     ("attention_mma_64_64", |gpu| tensor_cores(gpu, AttentionVariant::Mma, [64, 64, 0])),
     ("attention_mma_128_128", |gpu| tensor_cores(gpu, AttentionVariant::Mma, [128, 128, 0])),
@@ -47,7 +47,7 @@ fn any(gpu: &mut Gpu) -> Outcome {
     Ok(())
 }
 
-pub fn tensor_cores(gpu: &mut Gpu, variant: AttentionVariant, dims: [usize; 3]) -> Outcome {
+pub(crate) fn tensor_cores(gpu: &mut Gpu, variant: AttentionVariant, dims: [usize; 3]) -> Outcome {
     let mut sequences: Vec<&[(usize, usize)]> = vec![
         &[(0, 1)],
         &[(0, 16)],

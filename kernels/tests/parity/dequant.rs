@@ -6,9 +6,9 @@ use kernels::dequant::{
     Fp8Block, GlobalScale, Int4PackQuantized, Nvfp4, Region, fp8_block, int4_pack_quantized, nvfp4,
 };
 
-use super::{Gpu, Outcome, TYPES, near, same};
+use super::{Gpu, Named, Outcome, TYPES, near, same};
 
-pub const CASES: &[(&str, fn(&mut Gpu) -> Outcome)] =
+pub(crate) const CASES: &[Named] =
     &[("dequant_int4", int4), ("dequant_fp8_block", fp8), ("dequant_nvfp4", fp4)];
 
 fn shapes(gpu: &Gpu) -> Vec<([usize; 2], usize)> {

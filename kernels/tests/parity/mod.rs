@@ -3,12 +3,12 @@
 
 #![allow(dead_code, reason = "the test and the example each use a part")]
 
-pub mod attention;
-pub mod dequant;
-pub mod moe;
-pub mod products;
-pub mod rows;
-pub mod stats;
+pub(crate) mod attention;
+pub(crate) mod dequant;
+pub(crate) mod moe;
+pub(crate) mod products;
+pub(crate) mod rows;
+pub(crate) mod stats;
 
 use std::error::Error;
 use std::sync::Arc;
@@ -19,27 +19,30 @@ use kernels::cuda::{
     Blas, CudaError, CudaKernels, DeviceBuffer, DeviceMatrix, DeviceVector, Dtype, download,
 };
 
-pub type Outcome<T = ()> = Result<T, Box<dyn Error>>;
+pub(crate) type Outcome<T = ()> = Result<T, Box<dyn Error>>;
 
 /// A device with everything loaded.
-pub struct Gpu {
-    pub kernels: CudaKernels,
-    pub stream: Arc<CudaStream>,
-    pub blas: Blas,
-    pub rng: Rng,
+pub(crate) struct Gpu {
+    pub(crate) kernels: CudaKernels,
+    pub(crate) stream: Arc<CudaStream>,
+    pub(crate) blas: Blas,
+    pub(crate) rng: Rng,
     /// Small shapes only, for compute-sanitizer.
-    pub quick: bool,
+    pub(crate) quick: bool,
 }
 
 /// One kernel's comparison.
-pub struct Case {
-    pub name: &'static str,
-    pub run: fn(&mut Gpu) -> Outcome,
+pub(crate) struct Case {
+    pub(crate) name: &'static str,
+    pub(crate) run: fn(&mut Gpu) -> Outcome,
 }
 
+/// A name and a comparison.
+pub(crate) type Named = (&'static str, fn(&mut Gpu) -> Outcome);
+
 /// All comparisons, simple ones first.
-pub fn cases() -> Vec<Case> {
-    [rows::CASES, moe::CASES, dequant::CASES, stats::CASES, attention::CASES, products::CASES]
+pub(crate) fn cases() -> Vec<Case> {
+    [rows::CASES, moe::CASES, dequant::CASES, stats::CASES, products::CASES, attention::CASES]
         .into_iter()
         .flatten()
         .map(|&(name, run)| Case { name, run })
@@ -47,7 +50,7 @@ pub fn cases() -> Vec<Case> {
 }
 
 impl Gpu {
-    pub fn new(quick: bool) -> Result<Self, CudaError> {
+    pub(crate) fn new(quick: bool) -> Result<Self, CudaError> {
         let context = kernels::cuda::context(0)?;
         let kernels = CudaKernels::load(&context, None)?;
         let stream = context
@@ -58,7 +61,7 @@ impl Gpu {
     }
 
     /// A matrix of `values` on the device whose rows are `pitch` values longer than they need be.
-    pub fn matrix(
+    pub(crate) fn matrix(
         &self,
         values: &[f32],
         [rows, cols]: [usize; 2],
@@ -84,7 +87,7 @@ impl Gpu {
     }
 
     /// The values of a matrix, after a look at the bytes around its rows.
-    pub fn values(&self, held: &Held) -> Outcome<Vec<f32>> {
+    pub(crate) fn values(&self, held: &Held) -> Outcome<Vec<f32>> {
         let DeviceMatrix { rows, cols, row_stride, dtype, .. } = held.view;
         let bytes: Vec<u8> = download(&self.stream, held.buffer.vector(held.buffer.bytes()))?;
         let size = dtype.size();
@@ -104,19 +107,22 @@ impl Gpu {
         Ok((0..rows * cols).map(value).collect())
     }
 
-    pub fn vector<T: bytemuck::Pod>(&self, values: &[T]) -> Outcome<HeldVector<T>> {
+    pub(crate) fn vector<T: bytemuck::Pod>(&self, values: &[T]) -> Outcome<HeldVector<T>> {
         let buffer = DeviceBuffer::from_slice(&self.stream, values)?;
         let view = buffer.vector(values.len());
         Ok(HeldVector { buffer, view })
     }
 
-    pub fn vector_values<T: bytemuck::Pod>(&self, vector: &HeldVector<T>) -> Outcome<Vec<T>> {
+    pub(crate) fn vector_values<T: bytemuck::Pod>(
+        &self,
+        vector: &HeldVector<T>,
+    ) -> Outcome<Vec<T>> {
         Ok(download(&self.stream, vector.view)?)
     }
 
     /// Shapes that take the path of eight values a step (multiples of eight) and that of one,
     /// without and with gaps between rows.
-    pub fn shapes(&self) -> Vec<([usize; 2], usize)> {
+    pub(crate) fn shapes(&self) -> Vec<([usize; 2], usize)> {
         let mut shapes = vec![
             ([1, 1], 0),
             ([3, 5], 3),
@@ -138,22 +144,22 @@ const CANARY: u8 = 0xA5;
 const TAIL: usize = 64;
 
 /// A matrix and its memory.
-pub struct Held {
-    pub buffer: DeviceBuffer,
-    pub view: DeviceMatrix,
+pub(crate) struct Held {
+    pub(crate) buffer: DeviceBuffer,
+    pub(crate) view: DeviceMatrix,
 }
 
 /// A vector and its memory.
-pub struct HeldVector<T> {
-    pub buffer: DeviceBuffer,
-    pub view: DeviceVector<T>,
+pub(crate) struct HeldVector<T> {
+    pub(crate) buffer: DeviceBuffer,
+    pub(crate) view: DeviceVector<T>,
 }
 
 /// Random numbers (splitmix64).
-pub struct Rng(pub u64);
+pub(crate) struct Rng(pub(crate) u64);
 
 impl Rng {
-    pub fn next(&mut self) -> u64 {
+    pub(crate) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut x = self.0;
         x = (x ^ (x >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -161,43 +167,48 @@ impl Rng {
         x ^ (x >> 31)
     }
 
-    pub fn below(&mut self, end: usize) -> usize {
+    pub(crate) fn below(&mut self, end: usize) -> usize {
         (self.next() % end as u64) as usize
     }
 
     /// About normal, of unit variance.
-    pub fn normal(&mut self) -> f32 {
+    pub(crate) fn normal(&mut self) -> f32 {
         let sum: f32 = (0..4).map(|_| (self.next() >> 40) as f32 / (1u64 << 24) as f32).sum();
         (sum - 2.0) * 3f32.sqrt()
     }
 
     /// Values as `dtype` can hold them.
-    pub fn values(&mut self, len: usize, dtype: Dtype) -> Vec<f32> {
+    pub(crate) fn values(&mut self, len: usize, dtype: Dtype) -> Vec<f32> {
         (0..len).map(|_| round(self.normal(), dtype)).collect()
     }
 }
 
-pub fn round(x: f32, dtype: Dtype) -> f32 {
+pub(crate) fn round(x: f32, dtype: Dtype) -> f32 {
     match dtype {
         Dtype::F32 => x,
         Dtype::Bf16 => bf16::from_f32(x).to_f32(),
     }
 }
 
-pub const TYPES: [Dtype; 2] = [Dtype::Bf16, Dtype::F32];
+pub(crate) const TYPES: [Dtype; 2] = [Dtype::Bf16, Dtype::F32];
 
-pub fn type_pairs() -> impl Iterator<Item = (Dtype, Dtype)> {
+pub(crate) fn type_pairs() -> impl Iterator<Item = (Dtype, Dtype)> {
     TYPES.into_iter().flat_map(|a| TYPES.into_iter().map(move |b| (a, b)))
 }
 
 /// Allowed difference: one rounding of the type, and a little of f32.
-pub fn near(what: &str, got: &[f32], want: &[f32], dtype: Dtype) -> Outcome {
+pub(crate) fn near(what: &str, got: &[f32], want: &[f32], dtype: Dtype) -> Outcome {
     let relative = if dtype == Dtype::Bf16 { 1.0 / 128.0 } else { 2e-5 };
     within(what, got, want, (relative, 2e-5))
 }
 
 /// `|got - want| <= relative * |want| + absolute` everywhere, or an error that says where not.
-pub fn within(what: &str, got: &[f32], want: &[f32], (relative, absolute): (f32, f32)) -> Outcome {
+pub(crate) fn within(
+    what: &str,
+    got: &[f32],
+    want: &[f32],
+    (relative, absolute): (f32, f32),
+) -> Outcome {
     if got.len() != want.len() {
         return Err(format!("{what}: {} values, {} expected", got.len(), want.len()).into());
     }
@@ -222,7 +233,7 @@ pub fn within(what: &str, got: &[f32], want: &[f32], (relative, absolute): (f32,
 }
 
 /// Equality, or an error that says where not.
-pub fn same<T: PartialEq + std::fmt::Debug>(what: &str, got: &[T], want: &[T]) -> Outcome {
+pub(crate) fn same<T: PartialEq + std::fmt::Debug>(what: &str, got: &[T], want: &[T]) -> Outcome {
     if got.len() != want.len() {
         return Err(format!("{what}: {} values, {} expected", got.len(), want.len()).into());
     }

@@ -4,9 +4,9 @@ use kernels::cuda::{Dtype, Permutation, RouteRule, RoutingViews};
 use kernels::reference;
 use kernels::router::{RouterRule, route_top_k};
 
-use super::{Gpu, Outcome, near, round, same, type_pairs, within};
+use super::{Gpu, Named, Outcome, near, round, same, type_pairs, within};
 
-pub const CASES: &[(&str, fn(&mut Gpu) -> Outcome)] =
+pub(crate) const CASES: &[Named] =
     &[("route", route), ("permute", permute), ("gather_rows", gather_rows), ("combine", combine)];
 
 fn route(gpu: &mut Gpu) -> Outcome {

@@ -2,9 +2,9 @@
 
 use kernels::cuda::{DeviceMatrix, Dtype, Form, Product};
 
-use super::{Gpu, Outcome, within};
+use super::{Gpu, Named, Outcome, within};
 
-pub const CASES: &[(&str, fn(&mut Gpu) -> Outcome)] = &[("products", products)];
+pub(crate) const CASES: &[Named] = &[("products", products)];
 
 fn products(gpu: &mut Gpu) -> Outcome {
     let mut dims = vec![[1, 8, 16], [5, 7, 3], [33, 64, 24], [128, 96, 256], [17, 200, 72]];
@@ -64,7 +64,12 @@ fn compare(
         want.push((sum + kept) as f32);
     }
     let root = (k as f32).sqrt();
-    let tolerance =
-        if output == Dtype::Bf16 { (1.0 / 128.0, 1e-4 * root) } else { (1e-5, 2e-6 * root) };
+    // Some cuBLASLt algorithms round the product to bf16 before they add it, seen on one H200: half
+    // a unit of a sum that may be as large as 4.
+    let rounded_twice = if product.accumulate { 1.0 / 64.0 } else { 0.0 };
+    let tolerance = match output {
+        Dtype::Bf16 => (1.0 / 128.0, 1e-4 * root + rounded_twice),
+        Dtype::F32 => (1e-5, 2e-6 * root),
+    };
     within(&what, &gpu.values(&out)?, &want, tolerance)
 }

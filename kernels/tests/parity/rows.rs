@@ -4,9 +4,9 @@ use kernels::cuda::{DeviceHeads, Dtype, LatentHeads, RopeView};
 use kernels::rope::{RopeLayout, RopeTable};
 use kernels::{activation, norm, reference};
 
-use super::{Gpu, Outcome, TYPES, near, round, same, type_pairs};
+use super::{Gpu, Named, Outcome, TYPES, near, round, same, type_pairs};
 
-pub const CASES: &[(&str, fn(&mut Gpu) -> Outcome)] = &[
+pub(crate) const CASES: &[Named] = &[
     ("copy", copy),
     ("add", add),
     ("silu_mul", silu_mul),

@@ -4,10 +4,9 @@ use bytemuck::Zeroable;
 use kernels::cuda::{DeviceVector, StateStats};
 use kernels::reference;
 
-use super::{Gpu, Outcome, TYPES, same};
+use super::{Gpu, Named, Outcome, TYPES, same};
 
-pub const CASES: &[(&str, fn(&mut Gpu) -> Outcome)] =
-    &[("state_stats", state_stats), ("quantise_fp8_rows", quantise)];
+pub(crate) const CASES: &[Named] = &[("state_stats", state_stats), ("quantise_fp8_rows", quantise)];
 
 fn check(what: &str, got: &StateStats, values: &[f32]) -> Outcome {
     let (sum, absmax, non_finite) = reference::stats(values);

@@ -175,7 +175,7 @@ pub fn audit(dir: &Path, verify: Verify) -> Result<AuditReport, ManifestError> {
 }
 
 /// An error with all its causes.
-fn in_words(error: &(dyn Error + 'static)) -> String {
+pub(crate) fn in_words(error: &(dyn Error + 'static)) -> String {
     let causes = std::iter::successors(Some(error), |&error| error.source());
     causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
 }
@@ -205,7 +205,10 @@ fn check_lines(manifest: &Manifest, report: &mut AuditReport) -> Result<(), Mani
     }
     let without = manifest.samples_without_line()?;
     if !without.is_empty() {
-        let detail = format!("{} samples came from lines that have changed since", without.len());
+        let detail = format!(
+            "{} samples came from lines that have changed since, or that are not known",
+            without.len()
+        );
         report.add_samples(FindingKind::SourceChanged, None, without, detail);
     }
     Ok(())

@@ -84,13 +84,26 @@ impl Manifest {
         shard: &SealedShard,
         sources: &[SourceRecord],
     ) -> Result<(), ManifestError> {
+        self.commit_shards(std::slice::from_ref(shard), sources)
+    }
+
+    /// [`Self::commit_shard`] for several: all of them or none.
+    pub fn commit_shards(
+        &self,
+        shards: &[SealedShard],
+        sources: &[SourceRecord],
+    ) -> Result<(), ManifestError> {
         self.writable()?;
-        if shard.fingerprint != self.fingerprint().digest() {
-            return Err(ManifestError::ForeignShard(shard.id));
+        let digest = self.fingerprint().digest();
+        if let Some(foreign) = shards.iter().find(|shard| shard.fingerprint != digest) {
+            return Err(ManifestError::ForeignShard(foreign.id));
         }
-        let origins = origins(shard, sources)?;
-        let (bytes, sealed) = (signed(shard.bytes)?, provenance::unix_time() as i64);
-        let committed: HashSet<SampleId> = shard.entries.iter().map(|e| e.sample_id).collect();
+        if let Some(large) = shards.iter().find(|shard| i64::try_from(shard.bytes).is_err()) {
+            return Err(ManifestError::TooLarge(large.bytes));
+        }
+        let origins = origins(shards, sources)?;
+        let committed: HashSet<SampleId> =
+            shards.iter().flat_map(|shard| &shard.entries).map(|e| e.sample_id).collect();
         let waiting: Vec<SourceRecord> = held(&self.waiting)
             .iter()
             .filter(|record| match record.outcome {
@@ -101,18 +114,12 @@ impl Manifest {
             .collect();
         self.with("committing a shard", async |conn| {
             let mut transaction = conn.begin_with("BEGIN IMMEDIATE").await?;
-            sqlx::query(
-                "INSERT INTO shard (id, file, bytes, digest, sealed) VALUES (?, ?, ?, ?, ?)",
-            )
-            .bind(i64::from(shard.id.0))
-            .bind(&shard.file)
-            .bind(bytes)
-            .bind(shard.digest.0.to_vec())
-            .bind(sealed)
-            .execute(&mut *transaction)
-            .await?;
-            for (entry, origin) in shard.entries.iter().zip(&origins) {
-                insert_sample(&mut transaction, shard.id.0, entry, origin).await?;
+            let mut origins = origins.iter();
+            for shard in shards {
+                insert_shard(&mut transaction, shard, false).await?;
+                for (entry, origin) in shard.entries.iter().zip(&mut origins) {
+                    insert_sample(&mut transaction, shard.id.0, entry, origin).await?;
+                }
             }
             for record in sources.iter().chain(&waiting) {
                 insert_source(&mut transaction, record).await?;
@@ -232,9 +239,9 @@ impl Manifest {
     }
 }
 
-/// The committed line of every sample, in the order of the shard's entries.
+/// The committed line of every sample, in the order of the shards' entries.
 fn origins<'a>(
-    shard: &SealedShard,
+    shards: &[SealedShard],
     sources: &'a [SourceRecord],
 ) -> Result<Vec<&'a SourceRecord>, ManifestError> {
     let mut by_sample = HashMap::new();
@@ -243,9 +250,9 @@ fn origins<'a>(
             by_sample.insert(id, record);
         }
     }
-    let origins = shard
-        .entries
+    let origins = shards
         .iter()
+        .flat_map(|shard| &shard.entries)
         .map(|entry| {
             by_sample.remove(&entry.sample_id).ok_or(ManifestError::NoSource(entry.sample_id))
         })
@@ -263,7 +270,27 @@ fn signed(number: u64) -> Result<i64, ManifestError> {
     i64::try_from(number).map_err(|_| ManifestError::TooLarge(number))
 }
 
-async fn insert_sample(
+/// `rebuilt`: the manifest was lost, and the digest is that of the file as it was found.
+pub(super) async fn insert_shard(
+    conn: &mut SqliteConnection,
+    shard: &SealedShard,
+    rebuilt: bool,
+) -> Result<(), sqlx::Error> {
+    sqlx::query(
+        "INSERT INTO shard (id, file, bytes, digest, sealed, rebuilt) VALUES (?, ?, ?, ?, ?, ?)",
+    )
+    .bind(i64::from(shard.id.0))
+    .bind(&shard.file)
+    .bind(shard.bytes as i64)
+    .bind(shard.digest.0.to_vec())
+    .bind(provenance::unix_time() as i64)
+    .bind(i64::from(rebuilt))
+    .execute(conn)
+    .await?;
+    Ok(())
+}
+
+pub(super) async fn insert_sample(
     conn: &mut SqliteConnection,
     shard: u32,
     entry: &ShardEntry,
@@ -300,12 +327,36 @@ async fn insert_sample(
     Ok(())
 }
 
+/// Gives a sample of a rebuilt manifest, which knows no lines, the first line that comes to it.
+async fn adopt(
+    conn: &mut SqliteConnection,
+    id: SampleId,
+    record: &SourceRecord,
+) -> Result<bool, sqlx::Error> {
+    let adopted = sqlx::query(
+        "UPDATE sample SET source_file = ?, source_line = ?, truncated = ? \
+         WHERE id = ? AND source_file = ''",
+    )
+    .bind(&record.file)
+    .bind(record.line as i64)
+    .bind(i64::from(record.truncated))
+    .bind(id.0.to_vec())
+    .execute(conn)
+    .await?;
+    Ok(adopted.rows_affected() == 1)
+}
+
 /// The first outcome of a line stands, until the line's text changes or it had been rejected.
 async fn insert_source(
     conn: &mut SqliteConnection,
     record: &SourceRecord,
 ) -> Result<(), sqlx::Error> {
+    let adopted = match &record.outcome {
+        SourceOutcome::Duplicate(id) => adopt(conn, *id, record).await?,
+        _ => false,
+    };
     let (outcome, sample, reason) = match &record.outcome {
+        SourceOutcome::Duplicate(id) if adopted => ("committed", Some(id.0.to_vec()), None),
         SourceOutcome::Committed(id) => ("committed", Some(id.0.to_vec()), None),
         SourceOutcome::Duplicate(id) => ("duplicate", Some(id.0.to_vec()), None),
         SourceOutcome::Rejected(reason) => ("rejected", None, Some(reason.as_str())),

@@ -15,7 +15,7 @@ use crate::shard::FORMAT_VERSION;
 
 /// "AERI".
 const APPLICATION_ID: u32 = 0x4145_5249;
-const LATEST: i64 = 1;
+const LATEST: i64 = 2;
 static MIGRATIONS: Migrator = sqlx::migrate!("../migrations");
 
 pub(super) fn sql(doing: &'static str) -> impl FnOnce(sqlx::Error) -> ManifestError {
@@ -132,6 +132,15 @@ fn is_fixed_sqlite(version: &str) -> bool {
     (next(), next(), next()) >= (3, 51, 3)
 }
 
+/// Whether the database has no settings yet: a new data set, or one whose manifest was lost.
+pub(super) async fn is_new(conn: &mut SqliteConnection) -> Result<bool, ManifestError> {
+    let rows: i64 = sqlx::query_scalar("SELECT count(*) FROM dataset")
+        .fetch_one(conn)
+        .await
+        .map_err(sql("reading the settings"))?;
+    Ok(rows == 0)
+}
+
 /// Writes the data set's settings when it is new; otherwise compares them.
 pub(super) async fn settle(
     conn: &mut SqliteConnection,
@@ -144,11 +153,7 @@ pub(super) async fn settle(
     else {
         return Err(damaged(path, "settings can't be written as JSON"));
     };
-    let rows: i64 = sqlx::query_scalar("SELECT count(*) FROM dataset")
-        .fetch_one(&mut *conn)
-        .await
-        .map_err(sql("reading the settings"))?;
-    if rows == 0 {
+    if is_new(conn).await? {
         sqlx::query(
             "INSERT INTO dataset (one, format_version, fingerprint, fingerprint_digest, spec, \
              created) VALUES (1, ?, ?, ?, ?, ?)",

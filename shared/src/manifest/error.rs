@@ -4,6 +4,7 @@ use std::error::Error;
 use std::io;
 use std::path::PathBuf;
 
+use sqlx::migrate::MigrateError as Migration;
 use thiserror::Error;
 
 use crate::contract::LayerIndex;
@@ -92,6 +93,29 @@ pub enum ManifestError {
         lines(.0)
     )]
     FingerprintChanged(Vec<FieldChange>),
+    /// Shards without a manifest: to a new manifest they would all be leftovers.
+    #[error(
+        "{} holds {shards} shards but no manifest that knows them: put the manifest back, or \
+         make it again with `extractor rebuild`", dir.display()
+    )]
+    Lost {
+        /// The data set.
+        dir: PathBuf,
+        /// Shards in it.
+        shards: usize,
+    },
+    /// A rebuild of a manifest that is there.
+    #[error(
+        "{} has rows: only a lost manifest is rebuilt; move it away if it is damaged",
+        .0.display()
+    )]
+    NotLost(PathBuf),
+    /// A rebuild without the copy of the settings.
+    #[error("{} is missing: a manifest can only be rebuilt from it and the shards", .0.display())]
+    NoSettings(PathBuf),
+    /// Writing to what `extractor seal` closed.
+    #[error("{} was sealed; `chmod u+w` on it makes the data set writable again", .0.display())]
+    Sealed(PathBuf),
     /// No layers, or not ascending, or no width.
     #[error(
         "layers {layers:?} of width {hidden_size} can't be captured: at least one layer, \
@@ -158,7 +182,7 @@ pub enum ManifestError {
         path: PathBuf,
         /// What went wrong.
         #[source]
-        source: sqlx::migrate::MigrateError,
+        source: Migration,
     },
 }
 
@@ -185,6 +209,8 @@ impl ManifestError {
             | Self::Spec { .. }
             | Self::NetworkFileSystem { .. }
             | Self::NotASelect(_)
+            | Self::NotLost(_)
+            | Self::Sealed(_)
             | Self::Query(_) => 78,
             Self::Io(error) => error.exit_code(),
             Self::Lock { .. } | Self::Runtime(_) => 74,
@@ -196,7 +222,13 @@ impl ManifestError {
             | Self::ReadOnly
             | Self::InsideAsync
             | Self::TooLarge(_) => 70,
+            Self::Migrate { source: Migration::Execute(error), .. }
+            | Self::Migrate { source: Migration::ExecuteMigration(error, _), .. } => {
+                sql_exit_code(error)
+            }
             Self::Missing(_)
+            | Self::Lost { .. }
+            | Self::NoSettings(_)
             | Self::NotAManifest { .. }
             | Self::Newer { .. }
             | Self::Damaged { .. }

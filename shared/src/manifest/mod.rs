@@ -5,10 +5,16 @@
 mod commit;
 mod connect;
 mod error;
+mod failures;
 mod lock;
+mod quarantine;
+mod rebuild;
 mod rows;
+mod seal;
+mod settings;
 mod table;
 
+use std::ffi::OsString;
 use std::fmt;
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -19,10 +25,13 @@ use tokio::runtime::{Builder, Handle, Runtime};
 
 pub use commit::{RunEnd, RunId, RunStart, SourceOutcome, SourceRecord, SourceRow};
 pub use error::ManifestError;
+pub use failures::Failure;
 pub(crate) use lock::is_held;
+pub use rebuild::Rebuilt;
 pub use rows::{Conservation, SampleRow, ShardRow};
 pub use table::{Cell, Listing, Table};
 
+use self::settings::Settings;
 use crate::contract::CaptureSpec;
 use crate::durable::{DatasetDir, at};
 use crate::fingerprint::Fingerprint;
@@ -79,8 +88,12 @@ impl Manifest {
         refuse_network(dir.root())?;
         let lock = lock::WriterLock::take(dir)?;
         let path = dir.manifest();
+        refuse_sealed(&path)?;
         let conn = runtime.block_on(async {
             let mut conn = connect::for_write(&path).await?;
+            if connect::is_new(&mut conn).await? {
+                refuse_lost(dir)?;
+            }
             connect::settle(&mut conn, &path, fingerprint, spec).await?;
             Ok::<_, ManifestError>(conn)
         })?;
@@ -95,7 +108,28 @@ impl Manifest {
             lock: Some(lock),
         };
         manifest.remove_orphans()?;
+        Settings { fingerprint: fingerprint.clone(), spec: spec.clone() }.write(dir)?;
         Ok(manifest)
+    }
+
+    /// Opens a data set that exists for its one writer, under the settings it was begun with, for
+    /// work on what is there: repair and sealing.
+    pub fn open_existing(dir: &Path) -> Result<Self, ManifestError> {
+        let dir = DatasetDir::new(dir);
+        let path = dir.manifest();
+        if !path.is_file() {
+            return Err(ManifestError::Missing(dir.root().to_path_buf()));
+        }
+        let runtime = runtime()?;
+        let lock = lock::WriterLock::take(&dir)?;
+        refuse_sealed(&path)?;
+        let (conn, (fingerprint, spec)) = runtime.block_on(async {
+            let mut conn = connect::for_write(&path).await?;
+            let settings = connect::settings(&mut conn, &path).await?;
+            Ok::<_, ManifestError>((conn, settings))
+        })?;
+        let (waiting, conn) = (Mutex::default(), Mutex::new(Some(conn)));
+        Ok(Self { dir, fingerprint, spec, waiting, conn, runtime, lock: Some(lock) })
     }
 
     /// Opens a data set for reading, also while it is being written.
@@ -151,6 +185,14 @@ impl Manifest {
                 files.remove_file(&path).map_err(at("removing", &path))?;
             }
         }
+        let root = self.dir.root();
+        for name in files.list(root).map_err(at("listing", root))? {
+            let name = name.to_string_lossy();
+            if name.starts_with(".settings.json.") && name.ends_with(".tmp") {
+                let path = root.join(&*name);
+                files.remove_file(&path).map_err(at("removing", &path))?;
+            }
+        }
         Ok(())
     }
 
@@ -196,6 +238,26 @@ fn refuse_async() -> Result<(), ManifestError> {
 fn runtime() -> Result<Runtime, ManifestError> {
     refuse_async()?;
     Builder::new_current_thread().enable_all().build().map_err(ManifestError::Runtime)
+}
+
+/// Without a manifest every shard looks like a leftover; this is the only case in which it is not.
+fn refuse_lost(dir: &DatasetDir) -> Result<(), ManifestError> {
+    let shards = dir.shards();
+    let names = dir.files().list(&shards).map_err(at("listing", &shards))?;
+    let sealed = |name: &OsString| name.to_str().is_some_and(|n| n.parse::<ShardId>().is_ok());
+    match names.iter().filter(|name| sealed(name)).count() {
+        0 => Ok(()),
+        shards => Err(ManifestError::Lost { dir: dir.root().to_path_buf(), shards }),
+    }
+}
+
+fn refuse_sealed(path: &Path) -> Result<(), ManifestError> {
+    match std::fs::metadata(path) {
+        Ok(metadata) if metadata.permissions().readonly() => {
+            Err(ManifestError::Sealed(path.to_path_buf()))
+        }
+        _ => Ok(()),
+    }
 }
 
 fn refuse_network(root: &Path) -> Result<(), ManifestError> {

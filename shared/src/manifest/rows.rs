@@ -215,11 +215,14 @@ fn unsigned<T: TryFrom<i64>>(number: i64) -> Result<T, sqlx::Error> {
     T::try_from(number).map_err(|_| invalid(format!("{number} is out of range")))
 }
 
-fn number<T: TryFrom<i64>>(row: &SqliteRow, column: usize) -> Result<T, sqlx::Error> {
+pub(super) fn number<T: TryFrom<i64>>(row: &SqliteRow, column: usize) -> Result<T, sqlx::Error> {
     unsigned(row.try_get::<i64, _>(column)?)
 }
 
-fn bytes<const N: usize>(row: &SqliteRow, column: usize) -> Result<[u8; N], sqlx::Error> {
+pub(super) fn bytes<const N: usize>(
+    row: &SqliteRow,
+    column: usize,
+) -> Result<[u8; N], sqlx::Error> {
     let bytes: Vec<u8> = row.try_get(column)?;
     bytes.try_into().map_err(|_| invalid(format!("a value that is not {N} bytes")))
 }

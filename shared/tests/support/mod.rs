@@ -2,6 +2,7 @@
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
 pub mod stepped;
+pub mod volatile;
 
 use std::path::Path;
 
@@ -20,7 +21,7 @@ pub fn fingerprint() -> Fingerprint {
 }
 
 /// splitmix64: any repeatable sequence will do.
-fn random(state: &mut u64) -> u64 {
+pub fn random(state: &mut u64) -> u64 {
     *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let mut z = *state;
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -130,8 +130,8 @@ fn print(report: &ExportReport, args: &ExportArgs, out: &mut dyn Write) -> std::
             )?;
             writeln!(
                 out,
-                "python -m sglang.launch_server --model-path {target} --speculative-algorithm \
-                    EAGLE3 \"
+                "python -m sglang.launch_server --model-path {target} \
+                 --speculative-algorithm EAGLE3 \
                  --speculative-draft-model-path {dir} --speculative-num-steps {n} \
                  --speculative-eagle-topk 1 --speculative-num-draft-tokens {} \
                  --speculative-draft-attention-backend fa3",

@@ -39,6 +39,9 @@ pub(crate) struct LiveArgs {
     /// Drafted tokens a round.
     #[arg(long, default_value_t = 3, value_name = "N")]
     draft_tokens: usize,
+    /// Print the text of every answer.
+    #[arg(long)]
+    show: bool,
     /// Ranks of tensor parallelism of the target.
     #[arg(long, default_value_t = 1, value_name = "N")]
     tp: usize,
@@ -56,6 +59,19 @@ struct LiveReport {
     counts: LiveCounts,
     seconds_speculative: f64,
     seconds_greedy: f64,
+    /// With --show.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    answers: Vec<Answer>,
+}
+
+#[derive(Serialize)]
+struct Answer {
+    /// File and line of the prompt.
+    prompt: String,
+    #[serde(skip)]
+    tokens: Vec<u32>,
+    /// Special tokens included.
+    text: String,
 }
 
 /// Decodes every prompt twice and prints the counts.
@@ -77,10 +93,18 @@ pub(crate) fn run(
     let options = LiveOptions {
         max_new_tokens: args.max_new_tokens,
         draft_tokens: args.draft_tokens,
-        stop: target.spec().eos_token_ids.clone(),
+        stop: encoder.stop_ids().iter().copied().collect(),
         aux_layers: trained.aux_layers.clone(),
     };
-    let report = decode(target.as_mut(), trained, &prompts, (model, &options))?;
+    let mut report = decode(target.as_mut(), trained, &prompts, (model, &options))?;
+    match args.show {
+        false => report.answers.clear(),
+        true => {
+            for answer in &mut report.answers {
+                answer.text = encoder.tokenizer().decode_lossy(&answer.tokens)?;
+            }
+        }
+    }
     if json {
         writeln!(out, "{}", serde_json::to_string(&report)?)?;
     } else {
@@ -102,7 +126,7 @@ fn decode(
     let draft = trained.draft::<Flex>(&Default::default())?;
     let mut decoder = DraftDecoder::new(draft, embeddings, mapping(&trained.vocab)?, room);
     let mut counts = LiveCounts::default();
-    let (mut generated, mut fast, mut plain) = (0, 0.0, 0.0);
+    let (mut answers, mut fast, mut plain) = (Vec::new(), 0.0, 0.0);
     for (done, prompt) in prompts.iter().enumerate() {
         let ids = &prompt.input_ids;
         let clock = Instant::now();
@@ -113,7 +137,6 @@ fn decode(
         let expected = greedy(target, ids, options).with_context(|| prompt.name.clone())?;
         plain += clock.elapsed().as_secs_f64();
         require_equal(&prompt.name, &expected, &answer.tokens)?;
-        generated += answer.tokens.len();
         counts.add(&answer.counts);
         tracing::debug!(
             "{} of {}: {} tokens, acceptance length {:.3}",
@@ -122,16 +145,19 @@ fn decode(
             answer.tokens.len(),
             answer.counts.acceptance_length()
         );
+        let (prompt, tokens) = (prompt.name.clone(), answer.tokens);
+        answers.push(Answer { prompt, tokens, text: String::new() });
     }
     Ok(LiveReport {
         prompts: prompts.len(),
-        generated_tokens: generated,
+        generated_tokens: answers.iter().map(|answer| answer.tokens.len()).sum(),
         lossless: true,
         acceptance_length: counts.acceptance_length(),
         acceptance_rate: counts.acceptance_rate(),
         counts,
         seconds_speculative: fast,
         seconds_greedy: plain,
+        answers,
     })
 }
 
@@ -144,6 +170,9 @@ fn embeddings(model: &Path, spec: &TargetSpec) -> anyhow::Result<Tensor<Flex, 2>
 }
 
 fn print(report: &LiveReport, draft_tokens: usize, out: &mut dyn Write) -> std::io::Result<()> {
+    for Answer { prompt, text, .. } in &report.answers {
+        writeln!(out, "{prompt}: {text}")?;
+    }
     let LiveReport { prompts, generated_tokens: tokens, counts, .. } = report;
     writeln!(out, "prompts  {prompts}, {tokens} tokens generated, {} rounds", counts.rounds)?;
     writeln!(

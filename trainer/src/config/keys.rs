@@ -47,6 +47,7 @@ pub const KEYS: &[Key] = &[
         sample id"),
     key("data", "max_tokens", Number, "tokens of one packed batch; a longer sample is a batch \
         of its own"),
+    free(key("data", "verify", Text, "first (each shard's digest before its first use) or never")),
     free(key("data", "prefetch", Number, "batches prepared ahead of the training step")),
     key("draft", "layout", Text, "llama or mla"),
     key("draft", "draft_vocab_size", Number, "token ids the draft predicts; default: the \

@@ -63,7 +63,8 @@ where
         config: &FitConfig,
         (device, dtype): (&B::Device, FloatDType),
     ) -> Result<Self, FitError> {
-        let dataset = Arc::new(ManifestDataset::open(&config.data.dataset)?);
+        let dataset = ManifestDataset::open(&config.data.dataset)?.with_verify(config.data.verify);
+        let dataset = Arc::new(dataset);
         let head = TargetHead::load(&dataset.dir().target())?;
         check_layers(&dataset, &head.config)?;
         let split = split(&dataset, config)?;

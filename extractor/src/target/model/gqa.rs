@@ -2,7 +2,8 @@
 //! may be appended to one.
 
 use super::load::{Loader, heads};
-use super::step::{Input, Stage, Step, Work};
+use super::step::{Input, Stage, Step};
+use super::work::Work;
 use crate::target::error::TargetError;
 use crate::target::kv::LayerCache;
 use crate::target::ops::{AttentionDims, Ops, Write};
@@ -43,7 +44,7 @@ impl<O: Ops> Gqa<O> {
             Ok::<_, TargetError>(Projection {
                 weight: loader.rows(&weight, [out, loader.spec.hidden_size], rows.clone())?,
                 bias: if gqa.qkv_bias {
-                    Some(loader.ops.load_vector(loader.checkpoint, &bias, out, rows)?)
+                    Some(loader.ops.load_vector(loader.source, &bias, out, rows)?)
                 } else {
                     None
                 },
@@ -78,7 +79,7 @@ impl<O: Ops> Gqa<O> {
         step: &mut Step<'_, O>,
         cache: Option<&mut LayerCache<O::Buffer>>,
     ) -> Result<(), TargetError> {
-        let rows = step.rows;
+        let rows = step.half.rows;
         let Work { normed, q, k, v, spare, .. } = &mut *step.work;
         for (out, projection) in [(&mut *q, &self.q), (&mut *k, &self.k), (v, &self.v)] {
             projection.apply(step.ops, out, normed, rows)?;
@@ -87,11 +88,11 @@ impl<O: Ops> Gqa<O> {
                 std::mem::swap(out, spare);
             }
         }
-        step.ops.rope(q, &step.angles, self.head_dim)?;
-        step.ops.rope(k, &step.angles, self.head_dim)?;
-        step.clock.lap(Stage::Projections);
+        step.ops.rope(q, &step.half.angles, self.head_dim)?;
+        step.ops.rope(k, &step.half.angles, self.head_dim)?;
+        step.ops.lap(Stage::Projections)?;
         let dims = AttentionDims {
-            cu_seqlens: step.cu_seqlens,
+            cu_seqlens: step.half.cu_seqlens,
             cached: step.cached,
             heads: self.heads,
             kv_heads: self.kv_heads,
@@ -101,8 +102,8 @@ impl<O: Ops> Gqa<O> {
         };
         super::attend(step, cache, &dims)?;
         step.project(Input::Attended, &self.out)?;
-        step.clock.lap(Stage::Projections);
-        step.settle()
+        step.ops.lap(Stage::Projections)?;
+        step.send()
     }
 }
 

@@ -3,15 +3,16 @@
 use std::ops::Range;
 
 use crate::target::error::TargetError;
-use crate::target::ops::{Expert, Ops};
+use crate::target::ops::Ops;
 use crate::target::plan::RankPlan;
+use crate::target::source::Source;
 use crate::target::spec::{QaNormEps, TargetSpec};
-use crate::target::weights::{Checkpoint, Slice};
+use crate::target::weights::Slice;
 
 /// Everything that building a part of the model needs.
 pub(super) struct Loader<'a, O: Ops> {
     pub(super) ops: &'a mut O,
-    pub(super) checkpoint: &'a Checkpoint,
+    pub(super) source: &'a Source,
     pub(super) spec: &'a TargetSpec,
     pub(super) plan: &'a RankPlan,
     pub(super) qa_norm_eps: QaNormEps,
@@ -25,7 +26,7 @@ impl<O: Ops> Loader<'_, O> {
         dims: [usize; 2],
         rows: Range<usize>,
     ) -> Result<O::Linear, TargetError> {
-        self.ops.load_linear(self.checkpoint, name, dims, &Slice { rows, cols: 0..dims[1] })
+        self.ops.load_linear(self.source, name, dims, &Slice { rows, cols: 0..dims[1] })
     }
 
     /// Columns `cols` of the matrix `name` of `dims` = [out, in].
@@ -35,7 +36,7 @@ impl<O: Ops> Loader<'_, O> {
         dims: [usize; 2],
         cols: Range<usize>,
     ) -> Result<O::Linear, TargetError> {
-        self.ops.load_linear(self.checkpoint, name, dims, &Slice { rows: 0..dims[0], cols })
+        self.ops.load_linear(self.source, name, dims, &Slice { rows: 0..dims[0], cols })
     }
 
     /// The whole matrix `name`.
@@ -45,22 +46,7 @@ impl<O: Ops> Loader<'_, O> {
 
     /// The whole vector `name`.
     pub(super) fn vector(&mut self, name: &str, len: usize) -> Result<O::Buffer, TargetError> {
-        self.ops.load_vector(self.checkpoint, name, len, 0..len)
-    }
-
-    /// The projections under `prefix` with `columns` of an intermediate of width `width`.
-    pub(super) fn mlp(
-        &mut self,
-        prefix: &str,
-        width: usize,
-        columns: Range<usize>,
-    ) -> Result<Expert<O::Linear>, TargetError> {
-        let hidden = self.spec.hidden_size;
-        Ok(Expert {
-            gate: self.rows(&format!("{prefix}.gate_proj"), [width, hidden], columns.clone())?,
-            up: self.rows(&format!("{prefix}.up_proj"), [width, hidden], columns.clone())?,
-            down: self.cols(&format!("{prefix}.down_proj"), [hidden, width], columns)?,
-        })
+        self.ops.load_vector(self.source, name, len, 0..len)
     }
 }
 

@@ -2,7 +2,8 @@
 //! caches but that keys and values may be appended to one.
 
 use super::load::{Loader, heads};
-use super::step::{Input, Stage, Step, Work};
+use super::step::{Input, Stage, Step};
+use super::work::Work;
 use crate::target::error::TargetError;
 use crate::target::kv::LayerCache;
 use crate::target::ops::{AttentionDims, LatentDims, Ops, Write};
@@ -10,8 +11,8 @@ use crate::target::spec::MlaSpec;
 
 pub(super) struct Mla<O: Ops> {
     query: Query<O>,
-    latent: O::Linear,
-    k_pe: O::Linear,
+    /// To the latent, and below it the rotated part of the keys.
+    down: O::Linear,
     latent_norm: O::Buffer,
     expand: O::Linear,
     out: O::Linear,
@@ -51,14 +52,12 @@ impl<O: Ops> Mla<O> {
             },
         };
         let down = format!("{prefix}.kv_a_proj_with_mqa");
-        let down_dims = [kv_rank + rope, hidden];
         let expand_dims = [mla.num_heads * (nope + v), kv_rank];
         let expand_rows = heads(&own, nope + v);
         let out_dims = [hidden, mla.num_heads * v];
         Ok(Self {
             query,
-            latent: loader.rows(&down, down_dims, 0..kv_rank)?,
-            k_pe: loader.rows(&down, down_dims, kv_rank..kv_rank + rope)?,
+            down: loader.whole(&down, [kv_rank + rope, hidden])?,
             latent_norm: loader.vector(&format!("{prefix}.kv_a_layernorm.weight"), kv_rank)?,
             expand: loader.rows(&format!("{prefix}.kv_b_proj"), expand_dims, expand_rows)?,
             out: loader.cols(&format!("{prefix}.o_proj"), out_dims, heads(&own, v))?,
@@ -76,10 +75,10 @@ impl<O: Ops> Mla<O> {
     ) -> Result<(), TargetError> {
         self.queries(step)?;
         self.keys_values(step)?;
-        step.clock.lap(Stage::Projections);
+        step.ops.lap(Stage::Projections)?;
         let LatentDims { heads, nope, rope, v } = self.dims;
         let dims = AttentionDims {
-            cu_seqlens: step.cu_seqlens,
+            cu_seqlens: step.half.cu_seqlens,
             cached: step.cached,
             heads,
             kv_heads: heads,
@@ -89,8 +88,8 @@ impl<O: Ops> Mla<O> {
         };
         super::attend(step, cache, &dims)?;
         step.project(Input::Attended, &self.out)?;
-        step.clock.lap(Stage::Projections);
-        step.settle()
+        step.ops.lap(Stage::Projections)?;
+        step.send()
     }
 
     fn queries(&self, step: &mut Step<'_, O>) -> Result<(), TargetError> {
@@ -103,16 +102,16 @@ impl<O: Ops> Mla<O> {
                 step.ops.matmul(q, spare, up, Write::Set)?;
             }
         }
-        step.ops.rope(q, &step.angles, self.dims.nope + self.dims.rope)
+        step.ops.rope(q, &step.half.angles, self.dims.nope + self.dims.rope)
     }
 
     fn keys_values(&self, step: &mut Step<'_, O>) -> Result<(), TargetError> {
         let Work { normed, latent, spare, kv, k_pe, k, v, .. } = &mut *step.work;
-        step.ops.matmul(latent, normed, &self.latent, Write::Set)?;
-        step.ops.rms_norm(spare, latent, &self.latent_norm, self.latent_eps)?;
+        step.ops.matmul(latent, normed, &self.down, Write::Set)?;
+        let norm = (&self.latent_norm, self.latent_eps);
+        step.ops.split_latent((spare, k_pe), latent, norm, self.dims.rope)?;
         step.ops.matmul(kv, spare, &self.expand, Write::Set)?;
-        step.ops.matmul(k_pe, normed, &self.k_pe, Write::Set)?;
-        step.ops.rope(k_pe, &step.angles, self.dims.rope)?;
+        step.ops.rope(k_pe, &step.half.angles, self.dims.rope)?;
         step.ops.expand_latent((k, v), kv, k_pe, &self.dims)
     }
 }

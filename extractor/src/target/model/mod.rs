@@ -6,25 +6,32 @@ mod load;
 mod mla;
 mod mlp;
 mod moe;
+mod reader;
 mod step;
+mod work;
 
-use shared::LayerIndex;
+use shared::{Digest, LayerIndex};
 
 use self::gqa::Gqa;
 use self::load::Loader;
 use self::mla::Mla;
 use self::mlp::Mlp;
 use self::moe::Moe;
+use self::reader::Reader;
+pub(super) use self::step::StageClock;
+use self::step::{Half, Step};
 pub use self::step::{Stage, StageTimes};
-use self::step::{StageClock, Step, Work};
+use self::work::Work;
+pub(super) use self::work::rooms;
 use super::CacheId;
 use super::collective::Collective;
 use super::error::TargetError;
 use super::kv::{KvCache, KvCaches, LayerCache};
-use super::ops::{AttentionDims, Ops, RouterChoice, Write};
+use super::ops::{AttentionDims, Ops, Precision, Room, RouterChoice};
 use super::plan::RankPlan;
+use super::source::Source;
 use super::spec::{AttentionSpec, QaNormEps, TargetSpec};
-use super::weights::Checkpoint;
+use crate::capture::LayerRows;
 
 /// One rank's share of a model.
 pub(super) struct Model<O: Ops> {
@@ -62,7 +69,7 @@ enum Block<O: Ops> {
 pub(super) struct Parts<'a, O: Ops> {
     pub(super) ops: O,
     pub(super) collective: Box<dyn Collective<O::Buffer>>,
-    pub(super) checkpoint: &'a Checkpoint,
+    pub(super) source: &'a Source,
     pub(super) spec: &'a TargetSpec,
     pub(super) plan: RankPlan,
     pub(super) qa_norm_eps: QaNormEps,
@@ -79,6 +86,17 @@ pub(super) struct ForwardRequest {
     pub(super) cache: Option<(CacheId, usize)>,
     /// What to return.
     pub(super) wanted: Wanted,
+    /// On several ranks, one half of the batch is computed while sums of the other are taken.
+    pub(super) overlap: bool,
+}
+
+impl ForwardRequest {
+    /// Digest of ids and sequence starts, by which ranks can tell that they run the same batch.
+    pub(super) fn digest(&self) -> Digest {
+        let ends = self.cu_seqlens.iter().flat_map(|end| (*end as u64).to_le_bytes());
+        let ids = self.ids.iter().flat_map(|id| id.to_le_bytes());
+        Digest::of(&ends.chain(ids).collect::<Vec<u8>>())
+    }
 }
 
 /// What a forward returns.
@@ -110,21 +128,42 @@ pub(super) struct ForwardOutput {
     pub(super) times: StageTimes,
 }
 
+impl ForwardOutput {
+    /// Logs what this rank captured.
+    pub(super) fn trace_shapes(&self, rank: usize, batch: u64) {
+        for captured in &self.captured {
+            tracing::debug!(
+                target: "aerie::shapes",
+                rank,
+                batch,
+                stage = "captured",
+                layer = captured.layer.0,
+                shape = ?captured.shape,
+                dtype = captured.dtype,
+            );
+        }
+    }
+}
+
 /// The output of one layer on one rank.
 #[derive(Clone, Debug)]
 pub(super) struct CapturedLayer {
     pub(super) layer: LayerIndex,
     /// Shape the rank holds.
     pub(super) shape: [usize; 2],
-    /// The values, on rank 0.
-    pub(super) rows: Option<Vec<f32>>,
+    /// Number format the rank holds.
+    pub(super) dtype: &'static str,
+    /// First row and values of the pieces that this rank copied to the host.
+    pub(super) pieces: Vec<(usize, LayerRows)>,
 }
 
 impl<O: Ops> Model<O> {
     /// Reads this rank's weights.
     pub(super) fn load(parts: Parts<'_, O>) -> Result<Self, TargetError> {
-        let Parts { mut ops, collective, checkpoint, spec, plan, qa_norm_eps } = parts;
-        let mut loader = Loader { ops: &mut ops, checkpoint, spec, plan: &plan, qa_norm_eps };
+        let Parts { mut ops, collective, source, spec, plan, qa_norm_eps } = parts;
+        // Buffers first: where memory is short, that is known before hours of loading.
+        let work = Work::new(&rooms(spec, &plan), |room| ops.buffer(room))?;
+        let mut loader = Loader { ops: &mut ops, source, spec, plan: &plan, qa_norm_eps };
         let table = [spec.vocab_size, spec.hidden_size];
         let embed = loader.rows("model.embed_tokens", table, plan.vocab.clone())?;
         let layers = (0..spec.num_layers)
@@ -135,7 +174,6 @@ impl<O: Ops> Model<O> {
             true => None,
             false => Some(loader.rows("lm_head", table, plan.vocab.clone())?),
         };
-        let work = Work::new(|| ops.buffer());
         Ok(Self {
             ops,
             collective,
@@ -155,6 +193,11 @@ impl<O: Ops> Model<O> {
         &mut *self.collective
     }
 
+    /// The device functions.
+    pub(super) fn ops(&mut self) -> &mut O {
+        &mut self.ops
+    }
+
     /// Forgets a cache.
     pub(super) fn drop_cache(&mut self, id: CacheId) {
         self.caches.drop_cache(id);
@@ -166,53 +209,70 @@ impl<O: Ops> Model<O> {
         request: &ForwardRequest,
     ) -> Result<ForwardOutput, TargetError> {
         let kept = request.cache.map_or(0, |(_, keep)| keep);
-        let positions = positions(&request.cu_seqlens, kept);
         let cached = request.cache.map(|_| [kept]);
-        let ops = &mut self.ops;
         let mut cache = match request.cache {
             None => None,
             Some((id, keep)) => {
-                let make = || (0..self.spec.num_layers).map(|_| empty_layer(ops)).collect();
+                let (layers, ops) = (self.spec.num_layers, &mut self.ops);
+                let make = || (0..layers).map(|_| empty_layer(ops)).collect();
                 Some((id, self.caches.take(id, keep, make)?))
             }
         };
-        let angles = self.ops.rope_angles(&self.spec.rope, &positions)?;
+        self.ops.start_clock()?;
+        let parts = parts(request, self.collective.world_size());
+        let mut halves = Vec::with_capacity(parts.len());
+        for (first, cu_seqlens) in &parts {
+            let positions = positions(cu_seqlens, kept);
+            let angles = self.ops.rope_angles(&self.spec.rope, &positions, *first)?;
+            halves.push(Half::new(*first, cu_seqlens, angles));
+        }
+        let other = if halves.len() > 1 { halves.pop() } else { None };
+        let Some(half) = halves.pop() else { return Err(TargetError::EmptyBatch) };
         let mut step = Step {
             ops: &mut self.ops,
             collective: &mut *self.collective,
             work: &mut self.work,
-            clock: StageClock::start(),
-            rows: request.ids.len(),
             hidden_size: self.spec.hidden_size,
-            angles,
-            cu_seqlens: &request.cu_seqlens,
             cached: cached.as_ref().map_or(&[], |cached| cached),
-            has_partial: false,
+            half,
+            other,
+            turn: 0,
         };
         let mut output = ForwardOutput::default();
-        let reader = Reader { wanted: &request.wanted, reads: self.plan.rank == 0 };
-        let first = self.plan.vocab.start;
-        step.ops.embed(&mut step.work.x, &self.embed, &request.ids, first)?;
-        if step.collective.world_size() > 1 {
-            step.collective.all_reduce(&mut step.work.x)?;
-        }
-        if reader.wanted.embeddings && reader.reads {
-            output.embeddings = download(step.ops, &step.work.x)?;
-        }
-        step.clock.lap(Stage::Rest);
-        for (index, layer) in self.layers.iter().enumerate().take(self.spec.depth(reader.wanted)) {
-            let kv = cache.as_mut().and_then(|(_, cache)| cache.layers.get_mut(index));
-            layer.forward(&mut step, kv, self.spec.rms_norm_eps, |ops, routing| {
-                reader.router(&mut output, ops, index, routing)
+        let reader = Reader::new::<O>(&request.wanted, &self.plan);
+        let (first, table, eps) = (self.plan.vocab.start, &self.embed, self.spec.rms_norm_eps);
+        step.each_half(|step| {
+            let ids = &request.ids[step.half.first..step.half.first + step.half.rows];
+            step.ops.embed(&mut step.work.x, table, ids, first)?;
+            if step.collective.world_size() > 1 {
+                step.collective.all_reduce(&mut step.work.x)?;
+            }
+            reader.embeddings(&mut output, step)
+        })?;
+        step.ops.lap(Stage::Rest)?;
+        let mut pending = Vec::new();
+        let depth = self.spec.depth(reader.wanted);
+        for (index, layer) in self.layers.iter().enumerate().take(depth) {
+            let mut kv = cache.as_mut().and_then(|(_, cache)| cache.layers.get_mut(index));
+            step.each_half(|step| {
+                reader.layer(&mut pending, step, index)?;
+                layer.attend(step, kv.as_deref_mut(), eps)
             })?;
-            reader.layer(&mut output, &mut step, index)?;
+            step.each_half(|step| {
+                let routing = layer.transform(step, eps)?;
+                reader.router(&mut output, step.ops, (index, routing.as_ref()))
+            })?;
         }
+        step.each_half(|step| reader.layer(&mut pending, step, depth))?;
         if reader.wanted.normed || reader.wanted.logits {
             let head = self.head.as_ref().unwrap_or(&self.embed);
-            step.norm(&self.final_norm, self.spec.rms_norm_eps)?;
-            reader.head(&mut output, &mut step, head)?;
+            step.each_half(|step| {
+                step.norm(&self.final_norm, eps)?;
+                reader.head(&mut output, step, head)
+            })?;
         }
-        output.times = step.clock.times;
+        output.times = step.ops.times()?;
+        output.captured = reader.collect(pending, step.ops)?;
         if let Some((id, cache)) = cache {
             let KvCache { layers, .. } = cache;
             self.caches.put(id, KvCache { tokens: kept + request.ids.len(), layers });
@@ -256,27 +316,36 @@ impl<O: Ops> Layer<O> {
         })
     }
 
-    fn forward(
+    /// Attention; its output is on the way to the residual stream when this returns.
+    fn attend(
         &self,
         step: &mut Step<'_, O>,
         cache: Option<&mut LayerCache<O::Buffer>>,
         eps: f32,
-        report: impl FnOnce(&mut O, &O::Routing) -> Result<(), TargetError>,
     ) -> Result<(), TargetError> {
         step.norm(&self.input_norm, eps)?;
         match &self.attention {
-            Attention::Mla(mla) => mla.forward(step, cache)?,
-            Attention::Gqa(gqa) => gqa.forward(step, cache)?,
+            Attention::Mla(mla) => mla.forward(step, cache),
+            Attention::Gqa(gqa) => gqa.forward(step, cache),
         }
+    }
+
+    /// MLP or experts, likewise; returns the choice of experts.
+    fn transform(
+        &self,
+        step: &mut Step<'_, O>,
+        eps: f32,
+    ) -> Result<Option<O::Routing>, TargetError> {
         step.norm(&self.post_norm, eps)?;
-        match &self.block {
-            Block::Dense(mlp) => mlp.forward(step)?,
-            Block::Moe(moe) => {
-                let routing = moe.forward(step)?;
-                report(step.ops, &routing)?;
+        let routing = match &self.block {
+            Block::Dense(mlp) => {
+                mlp.forward(step)?;
+                None
             }
-        }
-        step.settle()
+            Block::Moe(moe) => Some(moe.forward(step)?),
+        };
+        step.send()?;
+        Ok(routing)
     }
 }
 
@@ -295,76 +364,28 @@ fn attend<O: Ops>(
             step.ops.attention(attended, [q, keys, values], dims)?;
         }
     }
-    step.clock.lap(Stage::Attention);
-    Ok(())
+    step.ops.lap(Stage::Attention)
 }
 
-/// Copies what was asked for into the output.
-struct Reader<'a> {
-    wanted: &'a Wanted,
-    /// This rank reads values that all ranks hold alike.
-    reads: bool,
+fn empty_layer<O: Ops>(ops: &mut O) -> Result<LayerCache<O::Buffer>, TargetError> {
+    let room = |name| Room { name, width: 0, precision: Precision::Compute };
+    let (keys, values) = (ops.buffer(room("cached keys"))?, ops.buffer(room("cached values"))?);
+    Ok(LayerCache { keys, values, kept: 0 })
 }
 
-impl Reader<'_> {
-    fn layer<O: Ops>(
-        &self,
-        output: &mut ForwardOutput,
-        step: &mut Step<'_, O>,
-        index: usize,
-    ) -> Result<(), TargetError> {
-        for &layer in self.wanted.layers.iter().filter(|layer| usize::from(layer.0) == index) {
-            let len = step.ops.len(&step.work.x);
-            let shape = [len / step.hidden_size, step.hidden_size];
-            let rows = match self.reads {
-                true => Some(download(step.ops, &step.work.x)?),
-                false => None,
-            };
-            output.captured.push(CapturedLayer { layer, shape, rows });
+/// First row and sequence starts of the halves that a batch goes in: two, cut between sequences
+/// where that is nearest the middle, if the ranks are several and it is asked for.
+fn parts(request: &ForwardRequest, world_size: usize) -> Vec<(usize, Vec<usize>)> {
+    let ends = &request.cu_seqlens;
+    let total = request.ids.len();
+    let cut = (1..ends.len().saturating_sub(1)).min_by_key(|&at| (2 * ends[at]).abs_diff(total));
+    match cut.filter(|_| world_size > 1 && request.overlap) {
+        None => vec![(0, ends.clone())],
+        Some(at) => {
+            let second = ends[at..].iter().map(|end| end - ends[at]).collect();
+            vec![(0, ends[..=at].to_vec()), (ends[at], second)]
         }
-        step.clock.lap(Stage::Capture);
-        Ok(())
     }
-
-    fn router<O: Ops>(
-        &self,
-        output: &mut ForwardOutput,
-        ops: &mut O,
-        index: usize,
-        routing: &O::Routing,
-    ) -> Result<(), TargetError> {
-        if self.wanted.routers && self.reads {
-            output.routers.push((index, ops.routing_to_host(routing)?));
-        }
-        Ok(())
-    }
-
-    fn head<O: Ops>(
-        &self,
-        output: &mut ForwardOutput,
-        step: &mut Step<'_, O>,
-        head: &O::Linear,
-    ) -> Result<(), TargetError> {
-        let Work { normed, logits, .. } = &mut *step.work;
-        if self.wanted.normed && self.reads {
-            output.normed = download(step.ops, normed)?;
-        }
-        if self.wanted.logits {
-            step.ops.matmul(logits, normed, head, Write::Set)?;
-            output.logits = download(step.ops, logits)?;
-        }
-        step.clock.lap(Stage::Rest);
-        Ok(())
-    }
-}
-
-fn download<O: Ops>(ops: &mut O, buffer: &O::Buffer) -> Result<Vec<f32>, TargetError> {
-    let len = ops.len(buffer);
-    ops.download(buffer, 0..len)
-}
-
-fn empty_layer<O: Ops>(ops: &mut O) -> LayerCache<O::Buffer> {
-    LayerCache { keys: ops.buffer(), values: ops.buffer(), kept: 0 }
 }
 
 /// Position of every row in its sequence; the first has `kept` tokens before it.

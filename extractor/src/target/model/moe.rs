@@ -3,16 +3,17 @@
 
 use super::load::Loader;
 use super::mlp::Mlp;
-use super::step::{Stage, Step, Work};
+use super::step::{Stage, Step};
+use super::work::Work;
 use crate::target::error::TargetError;
-use crate::target::ops::{HeldExperts, Ops, RouteRule, Write};
+use crate::target::ops::{ExpertShare, Ops, RouteRule, Write};
 use crate::target::spec::MoeSpec;
 
 pub(super) struct Moe<O: Ops> {
     router: O::Linear,
     bias: O::Buffer,
     rule: RouteRule,
-    held: HeldExperts<O::Linear>,
+    held: O::Experts,
     shared: Option<Mlp<O>>,
 }
 
@@ -24,16 +25,14 @@ impl<O: Ops> Moe<O> {
     ) -> Result<Self, TargetError> {
         let dims = [moe.num_experts, loader.spec.hidden_size];
         let bias = format!("{prefix}.gate.e_score_correction_bias");
-        let columns = loader.plan.expert_columns.clone();
-        let experts = loader
-            .plan
-            .experts
-            .clone()
-            .map(|index| {
-                let name = format!("{prefix}.experts.{index}");
-                loader.mlp(&name, moe.intermediate_size, columns.clone())
-            })
-            .collect::<Result<_, _>>()?;
+        let share = ExpertShare {
+            experts: loader.plan.experts.clone(),
+            columns: loader.plan.expert_columns.clone(),
+            width: moe.intermediate_size,
+            hidden: loader.spec.hidden_size,
+        };
+        let experts = format!("{prefix}.experts");
+        let held = loader.ops.load_experts(loader.source, &experts, &share)?;
         let shared = match moe.num_shared_experts * moe.intermediate_size {
             0 => None,
             width => Some(Mlp::load_shared(loader, &format!("{prefix}.shared_experts"), width)?),
@@ -49,7 +48,7 @@ impl<O: Ops> Moe<O> {
                 normalise: moe.norm_topk_prob,
                 scale: moe.routed_scaling_factor,
             },
-            held: HeldExperts { first: loader.plan.experts.start, experts },
+            held,
             shared,
         })
     }
@@ -60,12 +59,12 @@ impl<O: Ops> Moe<O> {
         let Work { normed, logits, .. } = &mut *step.work;
         step.ops.matmul(logits, normed, &self.router, Write::Set)?;
         let routing = step.ops.route(logits, &self.bias, &self.rule)?;
-        step.clock.lap(Stage::Experts);
+        step.ops.lap(Stage::Experts)?;
         if let Some(shared) = &self.shared {
             shared.forward(step)?;
         }
         step.add_experts(&routing, &self.held)?;
-        step.clock.lap(Stage::Experts);
+        step.ops.lap(Stage::Experts)?;
         Ok(routing)
     }
 }

@@ -3,54 +3,10 @@
 
 use std::time::{Duration, Instant};
 
+use super::work::Work;
 use crate::target::collective::Collective;
 use crate::target::error::TargetError;
-use crate::target::ops::{HeldExperts, Ops, Write};
-
-/// Buffers that live as long as the model, so that layers allocate nothing.
-#[derive(Debug)]
-pub(super) struct Work<B> {
-    /// Residual stream, [rows, hidden].
-    pub(super) x: B,
-    /// This rank's part of a sum across ranks.
-    partial: B,
-    /// Normed input of a block, [rows, hidden].
-    pub(super) normed: B,
-    pub(super) q: B,
-    pub(super) q_latent: B,
-    pub(super) latent: B,
-    pub(super) kv: B,
-    pub(super) k_pe: B,
-    pub(super) k: B,
-    pub(super) v: B,
-    pub(super) spare: B,
-    pub(super) attended: B,
-    pub(super) gate: B,
-    pub(super) up: B,
-    pub(super) logits: B,
-}
-
-impl<B> Work<B> {
-    pub(super) fn new(mut buffer: impl FnMut() -> B) -> Self {
-        Self {
-            x: buffer(),
-            partial: buffer(),
-            normed: buffer(),
-            q: buffer(),
-            q_latent: buffer(),
-            latent: buffer(),
-            kv: buffer(),
-            k_pe: buffer(),
-            k: buffer(),
-            v: buffer(),
-            spare: buffer(),
-            attended: buffer(),
-            gate: buffer(),
-            up: buffer(),
-            logits: buffer(),
-        }
-    }
-}
+use crate::target::ops::{Ops, Write};
 
 /// Parts of a forward that are timed apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -97,6 +53,11 @@ impl StageTimes {
         self.0[stage as usize]
     }
 
+    /// Adds time to one stage.
+    pub(in crate::target) fn charge(&mut self, stage: Stage, time: Duration) {
+        self.0[stage as usize] += time;
+    }
+
     /// Adds the times of another forward.
     pub fn add(&mut self, other: &Self) {
         for (sum, time) in self.0.iter_mut().zip(other.0) {
@@ -107,38 +68,65 @@ impl StageTimes {
 
 /// Charges the time since the last lap to a stage.
 #[derive(Debug)]
-pub(super) struct StageClock {
+pub(in crate::target) struct StageClock {
     last: Instant,
-    pub(super) times: StageTimes,
+    pub(in crate::target) times: StageTimes,
 }
 
 impl StageClock {
-    pub(super) fn start() -> Self {
+    pub(in crate::target) fn start() -> Self {
         Self { last: Instant::now(), times: StageTimes::default() }
     }
 
-    pub(super) fn lap(&mut self, stage: Stage) {
+    pub(in crate::target) fn lap(&mut self, stage: Stage) {
         let now = Instant::now();
-        self.times.0[stage as usize] += now - self.last;
+        self.times.charge(stage, now - self.last);
         self.last = now;
     }
 }
 
-/// One forward in progress on one rank.
+/// One forward in progress on one rank. On several ranks a batch goes in two halves, so that the
+/// sums of one cross the ranks while the other is computed.
 pub(super) struct Step<'a, O: Ops> {
     pub(super) ops: &'a mut O,
     pub(super) collective: &'a mut dyn Collective<O::Buffer>,
     pub(super) work: &'a mut Work<O::Buffer>,
-    pub(super) clock: StageClock,
-    pub(super) rows: usize,
     pub(super) hidden_size: usize,
-    pub(super) angles: O::Rope,
-    /// Sequence starts in the rows, and the total.
-    pub(super) cu_seqlens: &'a [usize],
     /// Tokens of each sequence that its cache holds already; empty where none has a cache.
     pub(super) cached: &'a [usize],
-    /// The partial sum holds something.
-    pub(super) has_partial: bool,
+    pub(super) half: Half<'a, O::Rope>,
+    /// The half that waits, and whose turn it is: 0 or 1.
+    pub(super) other: Option<Half<'a, O::Rope>>,
+    pub(super) turn: usize,
+}
+
+/// A part of the batch.
+pub(super) struct Half<'a, R> {
+    /// First row in the batch.
+    pub(super) first: usize,
+    pub(super) rows: usize,
+    pub(super) angles: R,
+    /// Sequence starts in the rows, and the total.
+    pub(super) cu_seqlens: &'a [usize],
+    sum: Sum,
+}
+
+impl<'a, R> Half<'a, R> {
+    pub(super) fn new(first: usize, cu_seqlens: &'a [usize], angles: R) -> Self {
+        let rows = cu_seqlens.last().copied().unwrap_or(0);
+        Self { first, rows, angles, cu_seqlens, sum: Sum::None }
+    }
+}
+
+/// What has become of a sum across ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Sum {
+    /// There is nothing to add.
+    None,
+    /// This rank's part is being computed.
+    Open,
+    /// On its way across the ranks.
+    Sent,
 }
 
 /// The inputs of the residual stream that a block may name.
@@ -149,8 +137,30 @@ pub(super) enum Input {
 }
 
 impl<O: Ops> Step<'_, O> {
+    /// Does `work` for every half.
+    pub(super) fn each_half(
+        &mut self,
+        mut work: impl FnMut(&mut Self) -> Result<(), TargetError>,
+    ) -> Result<(), TargetError> {
+        work(self)?;
+        if self.other.is_some() {
+            self.switch();
+            work(self)?;
+            self.switch();
+        }
+        Ok(())
+    }
+
+    fn switch(&mut self) {
+        if let Some(other) = &mut self.other {
+            std::mem::swap(&mut self.half, other);
+            self.work.switch();
+            self.turn = 1 - self.turn;
+        }
+    }
+
     /// Adds `input weight^T` to the residual stream; on several ranks, to the sum that
-    /// [`Step::settle`] completes.
+    /// [`Step::send`] starts.
     pub(super) fn project(&mut self, input: Input, weight: &O::Linear) -> Result<(), TargetError> {
         let Work { x, partial, attended, gate, .. } = &mut *self.work;
         let input = match input {
@@ -160,8 +170,8 @@ impl<O: Ops> Step<'_, O> {
         if self.collective.world_size() == 1 {
             return self.ops.matmul(x, input, weight, Write::Add);
         }
-        let write = if self.has_partial { Write::Add } else { Write::Set };
-        self.has_partial = true;
+        let write = if self.half.sum == Sum::Open { Write::Add } else { Write::Set };
+        self.half.sum = Sum::Open;
         self.ops.matmul(partial, input, weight, write)
     }
 
@@ -169,34 +179,44 @@ impl<O: Ops> Step<'_, O> {
     pub(super) fn add_experts(
         &mut self,
         routing: &O::Routing,
-        held: &HeldExperts<O::Linear>,
+        held: &O::Experts,
     ) -> Result<(), TargetError> {
         let Work { x, partial, normed, .. } = &mut *self.work;
         if self.collective.world_size() == 1 {
             return self.ops.experts(x, normed, routing, held);
         }
-        if !self.has_partial {
-            self.ops.zeros(partial, self.rows * self.hidden_size)?;
-            self.has_partial = true;
+        if self.half.sum != Sum::Open {
+            self.ops.zeros(partial, self.half.rows * self.hidden_size)?;
+            self.half.sum = Sum::Open;
         }
         self.ops.experts(partial, normed, routing, held)
     }
 
-    /// Sums the ranks' parts and adds them to the residual stream.
-    pub(super) fn settle(&mut self) -> Result<(), TargetError> {
-        if !std::mem::take(&mut self.has_partial) {
-            return Ok(());
+    /// Starts to sum the ranks' parts.
+    pub(super) fn send(&mut self) -> Result<(), TargetError> {
+        if self.half.sum == Sum::Open {
+            self.collective.start(self.turn, &mut self.work.partial)?;
+            self.half.sum = Sum::Sent;
         }
-        self.collective.all_reduce(&mut self.work.partial)?;
-        self.ops.add(&mut self.work.x, &self.work.partial)?;
-        self.clock.lap(Stage::Collective);
+        Ok(())
+    }
+
+    /// Adds the sum of the ranks' parts to the residual stream.
+    pub(super) fn settle(&mut self) -> Result<(), TargetError> {
+        self.send()?;
+        if self.half.sum == Sum::Sent {
+            self.collective.finish(self.turn)?;
+            self.ops.add(&mut self.work.x, &self.work.partial)?;
+            self.half.sum = Sum::None;
+            self.ops.lap(Stage::Collective)?;
+        }
         Ok(())
     }
 
     /// Norms the residual stream into `work.normed`.
     pub(super) fn norm(&mut self, weight: &O::Buffer, eps: f32) -> Result<(), TargetError> {
+        self.settle()?;
         self.ops.rms_norm(&mut self.work.normed, &self.work.x, weight, eps)?;
-        self.clock.lap(Stage::Norms);
-        Ok(())
+        self.ops.lap(Stage::Norms)
     }
 }

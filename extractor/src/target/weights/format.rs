@@ -12,7 +12,7 @@ use super::{Checkpoint, Part, WeightsError};
 /// Inputs that share a scale in the INT4 checkpoints of Kimi.
 const INT4_GROUP: usize = 32;
 /// Side of the squares that share a scale in the FP8 checkpoints of DeepSeek.
-const FP8_BLOCK: usize = 128;
+pub(super) const FP8_BLOCK: usize = 128;
 
 /// How the weight of a linear layer is stored.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -69,14 +69,14 @@ pub(super) fn decode(
 }
 
 /// The parts of one linear layer's weight.
-struct Stored<'a> {
-    checkpoint: &'a Checkpoint,
-    name: &'a str,
-    shape: [usize; 2],
+pub(super) struct Stored<'a> {
+    pub(super) checkpoint: &'a Checkpoint,
+    pub(super) name: &'a str,
+    pub(super) shape: [usize; 2],
 }
 
 impl<'a> Stored<'a> {
-    fn part(&self, suffix: &str, shape: &[usize]) -> Result<Part<'a>, WeightsError> {
+    pub(super) fn part(&self, suffix: &str, shape: &[usize]) -> Result<Part<'a>, WeightsError> {
         self.checkpoint.part(&format!("{}.{suffix}", self.name), shape)
     }
 
@@ -97,7 +97,7 @@ impl<'a> Stored<'a> {
     }
 
     /// Parts that would change the decoding must not be overlooked.
-    fn refuse(&self, suffixes: &[&str]) -> Result<(), WeightsError> {
+    pub(super) fn refuse(&self, suffixes: &[&str]) -> Result<(), WeightsError> {
         let names = suffixes.iter().map(|suffix| format!("{}.{suffix}", self.name));
         match names.into_iter().find(|name| self.checkpoint.tensors.contains_key(name)) {
             Some(name) => Err(WeightsError::Unsupported { name }),
@@ -139,7 +139,7 @@ impl<'a> Stored<'a> {
     }
 
     /// Group size told by the scales; 32 if they do not divide the inputs evenly.
-    fn int4_group(&self) -> usize {
+    pub(super) fn int4_group(&self) -> usize {
         let [_, cols] = self.shape;
         let scale = self.checkpoint.tensors.get(&format!("{}.weight_scale", self.name));
         match scale.and_then(|scale| scale.entry.shape.get(1).copied()) {
@@ -156,7 +156,7 @@ impl<'a> Stored<'a> {
     }
 
     /// compressed-tensors repeats the shape as a tensor, because packing hides it.
-    fn check_weight_shape(&self) -> Result<(), WeightsError> {
+    pub(super) fn check_weight_shape(&self) -> Result<(), WeightsError> {
         let part = self.part("weight_shape", &[2])?;
         // A negative size becomes one that equals none expected.
         let found: Vec<usize> = match part.dtype {
@@ -204,7 +204,7 @@ impl<'a> Stored<'a> {
     }
 
     /// An f32 stored with no dimension, or with one of size 1.
-    fn scalar(&self, suffix: &str) -> Result<f32, WeightsError> {
+    pub(super) fn scalar(&self, suffix: &str) -> Result<f32, WeightsError> {
         let part = self.part(suffix, &[]).or_else(|_| self.part(suffix, &[1]))?;
         let (numbers, _) = part.of(Dtype::F32, "F32")?.as_chunks::<4>();
         Ok(numbers.first().map_or(f32::NAN, |&number| f32::from_le_bytes(number)))

@@ -9,6 +9,7 @@ mod format;
 mod header;
 mod index;
 mod mapped;
+mod packed;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -20,6 +21,7 @@ use header::{Dtype, Entry};
 pub use header::{MAX_HEADER_BYTES, MAX_TENSORS};
 pub use kernels::dequant::Region as Slice;
 use mapped::MappedFile;
+pub use packed::{PackedFormat, PackedWeight};
 
 /// An open checkpoint. Several threads may read from it at once.
 #[derive(Debug)]

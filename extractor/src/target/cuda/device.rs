@@ -1,0 +1,116 @@
+//! One GPU of a rank: its context, streams, kernels and products, and waiting for it with a
+//! deadline. Knows no model.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kernels::cuda::cudarc::driver::result::DriverError;
+use kernels::cuda::cudarc::driver::{CudaContext, CudaEvent, CudaStream};
+use kernels::cuda::{Blas, CudaError, CudaKernels, Dtype, Launcher};
+
+use super::gemm::WORKSPACE_BYTES;
+use crate::target::error::TargetError;
+
+/// How long a wait spins before it sleeps: longer than a router takes, shorter than anybody minds.
+const SPIN: Duration = Duration::from_micros(300);
+
+/// A GPU and what runs on it.
+pub(super) struct Device {
+    pub(super) rank: usize,
+    pub(super) context: Arc<CudaContext>,
+    /// Everything in the order of the model.
+    pub(super) compute: Arc<CudaStream>,
+    /// What prepares the next expert.
+    pub(super) prepare: Arc<CudaStream>,
+    /// Copies of captured rows to the host.
+    pub(super) copy: Arc<CudaStream>,
+    pub(super) kernels: CudaKernels,
+    pub(super) blas: Blas,
+    /// Number format of products and activations.
+    pub(super) dtype: Dtype,
+    /// Waiting ends then.
+    pub(super) deadline: Instant,
+    pub(super) limit: Duration,
+}
+
+impl Device {
+    /// Opens GPU number `rank` of this process.
+    pub(super) fn open(rank: usize, dtype: Dtype, limit: Duration) -> Result<Self, TargetError> {
+        let open = |doing| move |source| TargetError::Cuda { rank, doing, source };
+        let context = kernels::cuda::context(rank).map_err(open("open the GPU"))?;
+        let stream = || context.new_stream().map_err(driver("make a stream"));
+        let compute = stream().map_err(open("open the GPU"))?;
+        let prepare = stream().map_err(open("open the GPU"))?;
+        let copy = stream().map_err(open("open the GPU"))?;
+        let cache = kernel_cache();
+        let kernels =
+            CudaKernels::load(&context, cache.as_deref()).map_err(open("compile the kernels"))?;
+        let blas = Blas::new(&compute, WORKSPACE_BYTES).map_err(open("open cuBLASLt"))?;
+        // Loading has no deadline.
+        let deadline = Instant::now() + Duration::from_secs(365 * 24 * 3600);
+        Ok(Self { rank, context, compute, prepare, copy, kernels, blas, dtype, deadline, limit })
+    }
+
+    /// Launches in the order of the model.
+    pub(super) fn launch(&self) -> Launcher<'_> {
+        self.kernels.on(&self.compute)
+    }
+
+    /// Names what was being done in an error.
+    pub(super) fn doing<T>(
+        &self,
+        doing: &'static str,
+        result: Result<T, CudaError>,
+    ) -> Result<T, TargetError> {
+        let rank = self.rank;
+        result.map_err(|source| TargetError::Cuda { rank, doing, source })
+    }
+
+    /// An event for ordering streams.
+    pub(super) fn event(&self) -> Result<CudaEvent, CudaError> {
+        self.context.new_event(None).map_err(driver("make an event"))
+    }
+
+    /// Waits for all work on the compute stream.
+    pub(super) fn settle(&self, doing: &'static str) -> Result<(), TargetError> {
+        let event = self.doing(doing, self.event())?;
+        self.doing(doing, event.record(&self.compute).map_err(driver("record an event")))?;
+        self.wait(doing, &event)
+    }
+
+    /// Waits until the GPU has passed `event`, or the deadline.
+    pub(super) fn wait(&self, doing: &'static str, event: &CudaEvent) -> Result<(), TargetError> {
+        let start = Instant::now();
+        loop {
+            let passed = event.try_is_complete().map_err(driver("wait for the GPU"));
+            if self.doing(doing, passed)? {
+                return Ok(());
+            }
+            let now = Instant::now();
+            if now >= self.deadline {
+                tracing::error!(rank = self.rank, doing, "the GPU has not finished in time");
+                return Err(TargetError::Deadline { waiting: vec![self.rank], limit: self.limit });
+            }
+            match now - start {
+                spun if spun < SPIN => std::hint::spin_loop(),
+                _ => std::thread::sleep(SPIN / 6),
+            }
+        }
+    }
+}
+
+/// Names the operation that the driver refused.
+pub(super) fn driver(operation: &'static str) -> impl FnOnce(DriverError) -> CudaError {
+    move |source| CudaError::Driver { operation: operation.to_owned(), source }
+}
+
+/// Where compiled kernels are kept between runs.
+fn kernel_cache() -> Option<PathBuf> {
+    if let Some(dir) = std::env::var_os("AERIE_KERNEL_CACHE") {
+        return Some(PathBuf::from(dir));
+    }
+    let cache = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
+    let home = || std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".cache"));
+    Some(cache.or_else(home)?.join("aerie").join("kernels"))
+}

@@ -1,0 +1,46 @@
+//! A copy of the data set's settings beside the manifest: shards carry only the digest of the
+//! fingerprint, so without this file a lost manifest could not be rebuilt.
+
+use std::fs;
+use std::io::ErrorKind;
+
+use serde::{Deserialize, Serialize};
+
+use super::ManifestError;
+use crate::contract::CaptureSpec;
+use crate::durable::{DatasetDir, at, write_file_with};
+use crate::fingerprint::Fingerprint;
+
+/// What a data set was begun with.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Settings {
+    pub(super) fingerprint: Fingerprint,
+    pub(super) spec: CaptureSpec,
+}
+
+impl Settings {
+    /// Writes the file unless it says the same already.
+    pub(super) fn write(&self, dir: &DatasetDir) -> Result<(), ManifestError> {
+        if Self::read(dir).is_ok_and(|stored| stored == *self) {
+            return Ok(());
+        }
+        let path = dir.settings();
+        let text = serde_json::to_string_pretty(self).map_err(|error| ManifestError::Damaged {
+            path: path.clone(),
+            detail: error.to_string(),
+        })?;
+        Ok(write_file_with(&**dir.files(), &path, text.as_bytes())?)
+    }
+
+    /// Reads the file; its absence is an error that says what can be done.
+    pub(super) fn read(dir: &DatasetDir) -> Result<Self, ManifestError> {
+        let path = dir.settings();
+        let text = fs::read_to_string(&path).map_err(|source| match source.kind() {
+            ErrorKind::NotFound => ManifestError::NoSettings(path.clone()),
+            _ => at("reading", &path)(source).into(),
+        })?;
+        serde_json::from_str(&text)
+            .map_err(|error| ManifestError::Damaged { path, detail: error.to_string() })
+    }
+}

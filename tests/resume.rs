@@ -1,0 +1,141 @@
+//! What may change between two runs on one data set, on the real binaries: nothing that decides its
+//! bytes, and each refusal shows both values.
+
+#![allow(clippy::unwrap_used, clippy::disallowed_methods, reason = "a failed test may panic")]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use aerie_tests::{Finished, extractor, small, trainer};
+use shared::CapturedSample;
+
+fn copy_model(to: &Path) -> PathBuf {
+    fs::create_dir(to).unwrap();
+    for entry in fs::read_dir(small::model()).unwrap() {
+        let entry = entry.unwrap();
+        fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+    }
+    to.to_owned()
+}
+
+fn again(dir: &Path, changes: &[&str]) -> Finished {
+    extractor(dir, &small::run_args_with("ds", changes))
+}
+
+fn runs(dir: &Path) -> usize {
+    let runs = extractor(dir, &["query", "ds", "runs", "--json"]).expect_code(0);
+    runs.stdout.lines().count()
+}
+
+/// Largest difference between states that the size of a batch may make, in units of the root mean
+/// square of the layer (docs/reliability.md).
+const TOLERANCE: f64 = 0.05;
+
+/// Largest difference of two captures of the same tokens, layer by layer.
+fn distance(one: &CapturedSample, other: &CapturedSample) -> f64 {
+    assert_eq!(one.sample(), other.sample());
+    let layers = one.states().iter().zip(other.states());
+    let largest = layers.map(|(a, b)| {
+        let (a, b) = (a.rows.to_f32(), b.rows.to_f32());
+        let square: f64 = a.iter().map(|v| f64::from(*v).powi(2)).sum();
+        let rms = (square / a.len() as f64).sqrt();
+        let gap = a.iter().zip(&b).map(|(a, b)| f64::from((a - b).abs())).fold(0.0, f64::max);
+        gap / rms
+    });
+    largest.fold(0.0, f64::max)
+}
+
+#[test]
+fn each_setting_that_decides_the_bytes_is_refused_with_both_values() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path();
+    small::write_prompts(dir, 10);
+    small::run(dir, "ds").expect_code(0);
+    let before = small::contents(&dir.join("ds"));
+
+    let template = copy_model(&dir.join("template"));
+    let path = template.join("chat_template.jinja");
+    fs::write(&path, fs::read_to_string(&path).unwrap() + "{# #}").unwrap();
+    let weights = copy_model(&dir.join("weights"));
+    let path = weights.join("model-00001-of-000002.safetensors");
+    let mut bytes = fs::read(&path).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    fs::write(&path, bytes).unwrap();
+
+    for (flags, field, values) in [
+        (&["--revision", "abc"][..], "target.revision", ["``", "`abc`"]),
+        (&["--tp", "2"], "target.tp", ["`1`", "`2`"]),
+        (&["--qa-norm-eps", "hf"], "target.qa_norm_eps", ["`config`", "`hf`"]),
+        (&["--max-tokens", "97"], "encoding", ["96", "97"]),
+        (&["--overlong", "reject"], "encoding", ["truncate", "reject"]),
+        (&["--min-trainable-tokens", "3"], "encoding", [":1", ":3"]),
+        (&["--layers", "0,7"], "layers", ["2,4,5,7", "0,7"]),
+        (&["--dtype", "fp8"], "dtype", ["bf16", "fp8"]),
+        (&["--model", "template"], "tokenizer_and_template", ["stored", "now"]),
+        (&["--model", "weights"], "target.weights", ["stored", "now"]),
+    ] {
+        let refused = again(dir, flags).expect_code(78);
+        let words = &refused.stderr;
+        assert!(words.contains(field), "{flags:?}: {refused:?}");
+        for value in values {
+            assert!(words.contains(value), "{flags:?}: no {value} in {refused:?}");
+        }
+    }
+    assert_eq!(runs(dir), 1, "a refused run left a row");
+    small::assert_clean(dir, "ds");
+    assert!(small::contents(&dir.join("ds")) == before);
+    let leftover = fs::read_dir(dir.join("ds/shards")).unwrap().count();
+    assert_eq!(
+        leftover,
+        extractor(dir, &["query", "ds", "shards", "--json"]).stdout.lines().count()
+    );
+}
+
+#[test]
+fn settings_that_decide_no_bytes_may_change_and_are_recorded() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path();
+    small::write_prompts(dir, 16);
+    again(dir, &["--limit", "5"]).expect_code(0);
+    let sql = ["query", "ds", "--json", "--sql", "SELECT config FROM run ORDER BY id DESC LIMIT 1"];
+    for (flags, recorded) in [
+        (["--limit", "7"], "limit = 7"),
+        (["--batch-tokens", "97"], "batch_tokens = 97"),
+        (["--shard-bytes", "70000"], "shard_bytes = 70000"),
+        (["--reject-limit", "0.9"], "reject_limit = 0.9"),
+    ] {
+        again(dir, &flags).expect_code(0);
+        let stored = extractor(dir, &sql).expect_code(0).stdout;
+        assert!(stored.contains(recorded), "{flags:?}: {stored}");
+    }
+    assert_eq!(runs(dir), 5);
+    small::assert_clean(dir, "ds");
+    // Other shards, the same samples. Other batches round differently, and by no more than that.
+    small::run(dir, "straight").expect_code(0);
+    let (one, other) = (small::contents(&dir.join("ds")), small::contents(&dir.join("straight")));
+    assert!(one.keys().eq(other.keys()));
+    let worst = one.values().zip(other.values()).map(|(a, b)| distance(a, b)).fold(0.0, f64::max);
+    println!("largest difference by other batches: {worst:.2e} of the layer's rms");
+    assert!(worst < TOLERANCE, "{worst}");
+}
+
+#[test]
+fn a_training_run_goes_on_under_its_own_settings_only() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path();
+    small::write_prompts(dir, 16);
+    small::run(dir, "ds").expect_code(0);
+    let begin = ["fit", "--dataset", "ds", "--run-dir", "run", "--max-steps", "1"];
+    trainer(dir, &[&begin[..], &["--ttt-steps", "2", "--held-out", "0"]].concat()).expect_code(0);
+    let resume = |more: &[&str]| trainer(dir, &[&["fit", "--resume", "run"], more].concat());
+    for (flag, key, values) in [
+        (["--lr", "0.5"], "train.lr", "0.5"),
+        (["--seed", "9"], "train.seed", "9"),
+        (["--ttt-steps", "3"], "train.ttt_steps", "3"),
+        (["--max-tokens", "99"], "data.max_tokens", "99"),
+    ] {
+        let refused = resume(&flag).expect_code(78);
+        assert!(refused.stderr.contains(key) && refused.stderr.contains(values), "{refused:?}");
+    }
+    resume(&["--prefetch", "5"]).expect_code(0);
+}
