@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use burn::backend::Flex;
 use burn::tensor::{Tensor, TensorData};
 use extractor::batch::TokenBatch;
-use extractor::capture::LayerCapture;
+use extractor::capture::{LayerCapture, LayerRows};
 use extractor::target::{TargetError, TargetSpec};
 use serde_json::json;
 
