@@ -19,7 +19,8 @@ export AERIE_KERNEL_CACHE=${AERIE_KERNEL_CACHE:-$logs/kernels}
 links=$(mktemp -d)
 places=(/usr/local/cuda/lib64 /usr/lib/x86_64-linux-gnu)
 site=$(python3 -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' 2>/dev/null)
-[ -n "$site" ] && places+=("$site/nvidia/cu13/lib" "$site/nvidia/cublas/lib" "$site/nvidia/cuda_nvrtc/lib")
+[ -n "$site" ] && places+=("$site/nvidia/cu13/lib" "$site/nvidia/cublas/lib"
+    "$site/nvidia/cuda_nvrtc/lib")
 path=$links
 for place in "${places[@]}"; do
     [ -d "$place" ] || continue
@@ -50,7 +51,7 @@ step() {
     echo "== $name: $*"
     timeout "$limit" "$@" >"$log" 2>&1
     code=$?
-    seconds=$(echo "$(date +%s.%N) - $start" | bc)
+    seconds=$(awk -v from="$start" -v to="$(date +%s.%N)" 'BEGIN { print to - from }')
     said=$(grep -E "$pattern" "$log" | tail -1 | tr -s ' ' | cut -c1-150)
     if [ $code -eq 0 ]; then
         printf 'pass     %-26s %6.1f s  %s\n' "$name" "$seconds" "$said" | tee -a "$table"
