@@ -130,7 +130,8 @@ fn resuming_at_every_step_of_fifty_is_bit_exact() {
     straight.checkpoint.checkpoint_every = 1;
     straight.checkpoint.keep_last = 1000;
     assert_eq!(run(&straight, Start::Fresh).unwrap().steps, 50);
-    let session = Session::<Backend>::open(&straight, &Default::default()).unwrap();
+    let place = (&Default::default(), FloatDType::F32);
+    let session = Session::<Backend>::open(&straight, place).unwrap();
     let original = RunDir::new(&straight.checkpoint.run_dir);
     for k in 1..50 {
         let again = RunDir::new(dir.path().join(format!("from-{k}")));
