@@ -66,6 +66,7 @@ fn an_extraction_killed_at_random_moments_ends_as_if_nothing_had_happened() {
         assert!(small::contents(&path) == expected, "seed {seed}: other samples or other bytes");
         fs::remove_dir_all(path).unwrap();
     }
+    println!("{kills} kills, {resumed} rounds resumed in the middle");
     // Otherwise the moments would all be before the first shard, or after the end.
     assert!(kills > ROUNDS / 2 && resumed > 0, "{kills} kills, {resumed} resumed in the middle");
 }
@@ -121,6 +122,7 @@ fn training_killed_at_random_moments_ends_with_the_same_bits() {
         }
         fs::remove_dir_all(dir.join(run)).unwrap();
     }
+    println!("{kills} kills of the trainer");
     assert!(kills > 2, "{kills} kills");
     // A finished run has nothing left to do.
     trainer(dir, &["fit", "--config", "fit.toml", "--resume", "straight"]).expect_code(0);

@@ -175,7 +175,12 @@ fn a_file_that_may_not_grow_is_an_error_with_its_path() {
         check_survivors(dir, "ds", &format!("{blocks} blocks"));
     }
     // With the target's files in place, the limit is met by the shards.
-    extractor(dir, &small::run_args_with("ds", &["--limit", "1"])).expect_code(0);
+    small::run(dir, "straight").expect_code(0);
+    fs::create_dir_all(dir.join("ds/target")).unwrap();
+    for entry in fs::read_dir(dir.join("straight/target")).unwrap() {
+        let entry = entry.unwrap();
+        fs::copy(entry.path(), dir.join("ds/target").join(entry.file_name())).unwrap();
+    }
     for blocks in [300, 700] {
         let refused = with_file_limit(dir, blocks).expect_code(74);
         assert!(refused.stderr.contains("ds/shards/.shard-"), "{refused:?}");

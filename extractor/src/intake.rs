@@ -115,8 +115,8 @@ impl<'a> Intake<'a> {
         Ok(Self { lines, encoder, known, seen, failures, lines_left })
     }
 
-    /// Groups the fresh samples, in input order, into batches of at most `batch_tokens`. A sample at
-    /// which the target has died is a batch of its own, so that it takes no other with it again.
+    /// Groups the fresh samples, in input order, into batches of at most `batch_tokens`. A sample
+    /// at which the target has died is a batch of its own, so that it takes no other with it again.
     pub fn batches(self, batch_tokens: usize) -> Batches<'a> {
         let batcher = Batcher::new(batch_tokens);
         Batches { intake: self, batcher, suspect: None, exhausted: false }

@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use kernels::cuda::{Arch, CudaError, SOURCES, compile};
+use kernels::cuda::{Arch, CudaError, SOURCES, TRAIN_SOURCES, compile};
 
 /// Set in the process that has the library on its path.
 const CHILD: &str = "AERIE_NVRTC_CHILD";
@@ -39,7 +39,11 @@ fn every_source_compiles_everywhere() {
         }
         other => panic!("a broken source gave {other:?}"),
     }
-    for (source, arch) in SOURCES.iter().flat_map(|s| architectures().map(|arch| (*s, arch))) {
+    for (source, arch) in SOURCES
+        .iter()
+        .chain(&TRAIN_SOURCES[2..])
+        .flat_map(|s| architectures().map(|arch| (*s, arch)))
+    {
         let code = compile(source, &arch).unwrap_or_else(|error| panic!("{error}"));
         assert!(code.starts_with(b"\x7fELF"), "{} for {}", source.0, arch.name());
     }

@@ -167,11 +167,13 @@ fn damage_is_named() {
 #[test]
 fn every_flipped_header_bit_and_any_data_bit_is_detected() {
     let (dir, spec) = (tempdir(), spec(StateDtype::Bf16));
-    build(dir.path(), &spec, &samples(&spec, 1));
+    build(dir.path(), &spec, &[captured(&spec, 60, 1)]);
     let shard = dir.path().join("shards/shard-000000.safetensors");
     let digest = Manifest::open_read(dir.path()).unwrap().shards().unwrap()[0].digest;
     let whole = fs::read(&shard).unwrap();
     let file = fs::OpenOptions::new().write(true).open(&shard).unwrap();
+    let header = u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
+    assert!((whole.len() - 8 - header) * 8 > 10_000, "too few bits of data");
     for bit in 0..whole.len() * 8 {
         let (at, byte) = (bit as u64 / 8, whole[bit / 8]);
         file.write_all_at(&[byte ^ (1 << (bit % 8))], at).unwrap();

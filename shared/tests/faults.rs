@@ -19,26 +19,30 @@ fn exit_code(error: &(dyn std::error::Error + 'static)) -> u8 {
     manifest.or(error.downcast_ref::<ShardError>().map(ShardError::exit_code)).unwrap()
 }
 
+const EIO: i32 = 5;
+/// No space, quota, read-only file system.
+const FULL: [i32; 3] = [28, 122, 30];
+
 /// Counts operations and fails the one numbered `fail_at`, or it and all after it.
-fn failing(done: Arc<AtomicUsize>, fail_at: usize, for_ever: bool) -> SteppedFiles {
+fn failing(done: Arc<AtomicUsize>, fail_at: usize, for_ever: bool, errno: i32) -> SteppedFiles {
     SteppedFiles::new(move |_| {
         let step = done.fetch_add(1, Ordering::Relaxed) + 1;
         match step == fail_at || (for_ever && step > fail_at) {
-            true => Err(io::Error::from_raw_os_error(5)),
+            true => Err(io::Error::from_raw_os_error(errno)),
             false => Ok(()),
         }
     })
 }
 
 /// Fails operation 1, 2, 3 ... of a run until one passes untouched; returns their number.
-fn fail_each(for_ever: bool) -> usize {
+fn fail_each(for_ever: bool, errno: i32) -> usize {
     let spec = spec(StateDtype::Bf16);
     let samples = samples(&spec, 5);
     for fail_at in 1.. {
         let home = tempdir();
         let root = home.path().join("data");
         let done = Arc::new(AtomicUsize::new(0));
-        let files = failing(done.clone(), fail_at, for_ever);
+        let files = failing(done.clone(), fail_at, for_ever, errno);
         let outcome = run(&DatasetDir::with_files(&root, Arc::new(files)), &samples);
         if done.load(Ordering::Relaxed) < fail_at {
             outcome.unwrap();
@@ -68,12 +72,64 @@ fn fail_each(for_ever: bool) -> usize {
 #[test]
 fn each_operation_fails_once() {
     // Create, write, sync, publish and sync of the directory, for three shards at the least.
-    assert!(fail_each(false) >= 15);
+    assert!(fail_each(false, EIO) >= 15);
 }
 
 #[test]
 fn each_operation_fails_for_ever() {
-    assert!(fail_each(true) >= 15);
+    assert!(fail_each(true, EIO) >= 15);
+}
+
+#[test]
+fn a_disk_that_is_full_or_read_only_from_some_operation_on() {
+    for errno in FULL {
+        assert!(fail_each(true, errno) >= 15);
+    }
+}
+
+/// The kernel forgets the pages of a sync that did not succeed: a second one would succeed and
+/// prove nothing.
+#[test]
+fn a_sync_is_never_tried_again() {
+    let samples = samples(&spec(StateDtype::Bf16), 5);
+    for (name, other) in [("sync", "publish"), ("sync_dir", "create_new")] {
+        let home = tempdir();
+        let log = Arc::new(Mutex::new(Vec::new()));
+        let seen = log.clone();
+        // The last sync of its kind before a shard is committed: the first after a write.
+        let files = SteppedFiles::new(move |step| {
+            let mut log = seen.lock().unwrap();
+            log.push(step);
+            match step == name && log.contains(&"write") {
+                true => Err(io::Error::from_raw_os_error(EIO)),
+                false => Ok(()),
+            }
+        });
+        let root = home.path().join("data");
+        run(&DatasetDir::with_files(&root, Arc::new(files)), &samples).unwrap_err();
+        let log = log.lock().unwrap();
+        let written = log.iter().position(|step| *step == "write").unwrap();
+        let after = &log[written..];
+        assert_eq!(after.iter().filter(|step| **step == name).count(), 1, "{after:?}");
+        let failed = after.iter().position(|step| *step == name).unwrap();
+        assert!(!after[failed..].contains(&other), "{after:?}");
+    }
+}
+
+#[test]
+fn short_writes_and_interruptions_are_invisible() {
+    let home = tempdir();
+    let count = Arc::new(AtomicUsize::new(0));
+    // Every other write is interrupted by a signal; those that are not are short.
+    let files = SteppedFiles::new(move |step| {
+        let odd = step == "write" && count.fetch_add(1, Ordering::Relaxed).is_multiple_of(2);
+        if odd { Err(io::ErrorKind::Interrupted.into()) } else { Ok(()) }
+    });
+    let samples = samples(&spec(StateDtype::Bf16), 5);
+    let root = home.path().join("data");
+    run(&DatasetDir::with_files(&root, Arc::new(files)), &samples).unwrap();
+    let report = audit(&root, Verify::All).unwrap();
+    assert_eq!((report.findings.len(), report.samples), (0, 5));
 }
 
 /// Nothing may be named before it is on stable storage, nor be counted on before its name is.

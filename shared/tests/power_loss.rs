@@ -52,7 +52,8 @@ fn what_is_committed_survives_a_power_failure_at_any_operation() {
     assert!(operations > 20, "only {operations} operations");
 }
 
-/// The test above would pass on any disk if nothing were ever lost; on a disk that lies it must not.
+/// The test above would pass on any disk if nothing were ever lost; on a disk that lies it must
+/// not.
 #[test]
 fn a_disk_that_lies_about_syncing_is_found_out() {
     for lies in [Lies::AboutFiles, Lies::AboutDirectories] {

@@ -52,6 +52,7 @@ pub fn run(dir: &Path, dataset: &str) -> Finished {
 }
 
 /// Every committed sample as it is read back.
+#[allow(clippy::panic, reason = "a data set that can't be read fails the test")]
 pub fn contents(dataset: &Path) -> BTreeMap<SampleId, CapturedSample> {
     let samples = Manifest::open_read(dataset).and_then(|manifest| manifest.samples());
     let mut found = BTreeMap::new();

@@ -139,7 +139,7 @@ fn run_samples<B: DraftOps>(
         let documents: Vec<_> =
             batch.iter().map(|&at| reader.read(at)).collect::<Result<_, _>>()?;
         let batch = collate(&documents)
-            .and_then(|host| host.to_device::<B>(&device))
+            .and_then(|host| host.to_device::<B>(&device, draft.dtype()))
             .map_err(DatasetError::from)?;
         sums.add(&ttt_step(draft, frozen, &batch, what.options)?.metrics());
     }

@@ -1,7 +1,7 @@
 //! One packed batch for the trainer and the frozen target it is compared with. Knows nothing of
 //! the draft or of files.
 
-use burn::tensor::{Tensor, backend::Backend};
+use burn::tensor::{FloatDType, Tensor, backend::Backend};
 use thiserror::Error;
 
 use crate::draft::DraftVocabulary;
@@ -134,6 +134,12 @@ impl<B: Backend> TrainBatch<B> {
         Ok(Self { tokens, aux, last_hidden })
     }
 
+    /// The same batch with states of type `dtype`.
+    pub fn with_dtype(self, dtype: FloatDType) -> Self {
+        let (aux, last_hidden) = (self.aux.cast(dtype), self.last_hidden.cast(dtype));
+        Self { aux, last_hidden, ..self }
+    }
+
     /// Ids, mask and documents.
     pub fn tokens(&self) -> &BatchTokens {
         &self.tokens
@@ -182,6 +188,13 @@ impl<B: Backend> FrozenTarget<B> {
         let TargetWeights { embed_tokens, norm, norm_eps, lm_head } = weights;
         let head = TeacherHead { norm, norm_eps, lm_head, draft_to_target };
         Ok(Self { embed_tokens, head, vocabulary })
+    }
+
+    /// The same target with matrices of type `dtype`; its norm stays as it is.
+    pub fn with_dtype(self, dtype: FloatDType) -> Self {
+        let lm_head = self.head.lm_head.cast(dtype);
+        let head = TeacherHead { lm_head, ..self.head };
+        Self { embed_tokens: self.embed_tokens.cast(dtype), head, ..self }
     }
 
     /// Which of the `V` tokens the draft predicts.

@@ -1,7 +1,7 @@
 //! Documents into packed batches under a token budget. Knows no files and no device.
 
 use burn::tensor::backend::Backend;
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::{DType, FloatDType, Tensor, TensorData};
 use shared::{CapturedSample, SampleId};
 
 use crate::batch::{BatchError, BatchTokens, TrainBatch};
@@ -74,13 +74,20 @@ pub fn collate(documents: &[CapturedSample]) -> Result<HostBatch, BatchError> {
 }
 
 impl HostBatch {
-    /// Copies the states to a device.
-    pub fn to_device<B: Backend>(self, device: &B::Device) -> Result<TrainBatch<B>, BatchError> {
+    /// Copies the states to a device, as values of type `dtype`.
+    pub fn to_device<B: Backend>(
+        self,
+        device: &B::Device,
+        dtype: FloatDType,
+    ) -> Result<TrainBatch<B>, BatchError> {
         let rows = self.tokens.rows();
         let width = self.aux.len() / rows.max(1);
-        let aux = Tensor::from_data(TensorData::new(self.aux, [rows, width]), device);
-        let last = TensorData::new(self.last_hidden, [rows, self.hidden_size]);
-        TrainBatch::new(self.tokens, aux, Tensor::from_data(last, device))
+        let states = |values: Vec<f32>, shape: [usize; 2]| -> Tensor<B, 2> {
+            let data = TensorData::new(values, shape).convert_dtype(dtype.into());
+            Tensor::from_data(data, (device, DType::from(dtype)))
+        };
+        let aux = states(self.aux, [rows, width]);
+        TrainBatch::new(self.tokens, aux, states(self.last_hidden, [rows, self.hidden_size]))
     }
 }
 

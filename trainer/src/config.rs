@@ -154,6 +154,19 @@ pub enum MaskMode {
     SpecForge,
 }
 
+/// Type of states and products.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Compute {
+    /// f32 on the CPU, bf16 on CUDA.
+    #[default]
+    Auto,
+    /// 32-bit floats.
+    F32,
+    /// 16-bit brain floats; parameters and moments are kept in f32 too.
+    Bf16,
+}
+
 /// Settings of the optimisation.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -190,6 +203,8 @@ pub struct TrainSection {
     pub mask_mode: MaskMode,
     /// Batches summed into one optimizer step.
     pub accumulate: usize,
+    /// Type of states and products.
+    pub compute: Compute,
 }
 
 impl Default for TrainSection {
@@ -211,6 +226,7 @@ impl Default for TrainSection {
             step_decay: 0.8,
             mask_mode: MaskMode::Chain,
             accumulate: 1,
+            compute: Compute::Auto,
         }
     }
 }

@@ -7,7 +7,6 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
-
 use shared::manifest::{Manifest, ManifestError};
 use shared::{
     CaptureSpec, CapturedSample, DatasetDir, Digest, HeaderLimits, SampleId, ShardError,

@@ -7,6 +7,7 @@ mod step;
 
 use std::path::PathBuf;
 
+use burn::tensor::FloatDType;
 use burn::tensor::backend::AutodiffBackend;
 use serde::Serialize;
 
@@ -51,8 +52,13 @@ pub struct FitReport {
     pub acceptance_length: Option<f64>,
 }
 
-/// Trains a draft as configured and keeps its checkpoints in the run directory.
-pub fn run<B>(config: &FitConfig, start: Start, device: &B::Device) -> Result<FitReport, FitError>
+/// Trains a draft as configured and keeps its checkpoints in the run directory. States and products
+/// are of type `dtype`, sums of the optimizer in f32.
+pub fn run<B>(
+    config: &FitConfig,
+    start: Start,
+    (device, dtype): (&B::Device, FloatDType),
+) -> Result<FitReport, FitError>
 where
     B: AutodiffBackend + DraftOps,
     B::InnerBackend: DraftOps,
@@ -60,7 +66,7 @@ where
     config.validate()?;
     let run = RunDir::new(&config.checkpoint.run_dir);
     let _lock = run.claim()?;
-    let session = Session::<B>::open(config, device)?;
+    let session = Session::<B>::open(config, (device, dtype))?;
     let mut state = TrainState::start(&session, &run, start)?;
     let mut loader = session.loader(state.loader);
     let mut log = RunLog::open(&run.metrics(), state.step, session.total_steps)?;

@@ -4,8 +4,8 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use burn::tensor::Tensor;
 use burn::tensor::backend::{AutodiffBackend, Backend};
+use burn::tensor::{FloatDType, Tensor};
 use safetensors::{Dtype, SafeTensors};
 use serde::Deserialize;
 use thiserror::Error;
@@ -301,6 +301,37 @@ impl GoldenCase {
         Ok(list)
     }
 
+    /// One less the cosine between the gradients of the step in f32 and in `dtype`, by parameter.
+    pub fn compare_types<B: AutodiffBackend + DraftOps>(
+        &self,
+        dtype: FloatDType,
+        device: &B::Device,
+    ) -> Result<Vec<Difference>, GoldenError> {
+        let exact = self.gradients::<B>(FloatDType::F32, device)?;
+        let rounded = self.gradients::<B>(dtype, device)?;
+        let compare = |((name, a), (_, b)): ((String, Vec<f32>), (String, Vec<f32>))| Difference {
+            name: format!("1 - cosine of grad.{name}"),
+            value: 1.0 - cosine(&a, &b),
+        };
+        Ok(exact.into_iter().zip(rounded).map(compare).collect())
+    }
+
+    fn gradients<B: AutodiffBackend + DraftOps>(
+        &self,
+        dtype: FloatDType,
+        device: &B::Device,
+    ) -> Result<Vec<(String, Vec<f32>)>, GoldenError> {
+        let draft = self.draft::<B::InnerBackend>(device)?.with_dtype(dtype);
+        let draft = Eagle3Draft::<B>::tracked(&draft);
+        let target = self.target(device)?.with_dtype(dtype);
+        let batch = self.batch(device)?.with_dtype(dtype);
+        let options = TttOptions { trace: false, ..self.options.clone() };
+        let output = ttt_step(&draft, &target, &batch, &options)?;
+        let mut gradients = output.loss.backward();
+        let all = draft.gradients(&mut gradients).into_iter();
+        Ok(all.map(|(name, gradient)| (name, gradient.to_vec())).collect())
+    }
+
     fn compare_metrics<B: AutodiffBackend>(
         &self,
         output: &TttOutput<B>,
@@ -372,6 +403,15 @@ fn find<'a>(
 ) -> Result<&'a (Vec<usize>, Vec<f64>), GoldenError> {
     let absent = || GoldenError::Tensor { name: name.to_owned(), problem: "absent" };
     tensors.get(name).ok_or_else(absent)
+}
+
+/// Cosine of the angle between two vectors; 1 between zeros.
+pub fn cosine(a: &[f32], b: &[f32]) -> f64 {
+    let dot = |a: &[f32], b: &[f32]| -> f64 {
+        a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
+    };
+    let lengths = (dot(a, a) * dot(b, b)).sqrt();
+    if lengths == 0.0 { 1.0 } else { dot(a, b) / lengths }
 }
 
 /// The largest absolute difference; infinite when counts differ or something is not a number.

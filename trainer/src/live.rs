@@ -207,10 +207,11 @@ fn top(extension: &Extension, row: usize, vocab: usize) -> Result<u32, LiveError
 /// The first `rows` rows of all captured layers, `[rows, layers * H]`.
 fn side_by_side(capture: &Capture, rows: usize) -> Result<Vec<f32>, LiveError> {
     let width = capture.hidden_size;
-    let mut joined = Vec::with_capacity(rows * width * capture.layers.len());
+    let layers: Vec<Vec<f32>> = capture.layers.iter().map(|layer| layer.rows.to_f32()).collect();
+    let mut joined = Vec::with_capacity(rows * width * layers.len());
     for row in 0..rows {
-        for layer in &capture.layers {
-            let values = layer.rows.get(row * width..(row + 1) * width);
+        for layer in &layers {
+            let values = layer.get(row * width..(row + 1) * width);
             joined.extend_from_slice(values.ok_or(LiveError::Reply { what: "states", row })?);
         }
     }

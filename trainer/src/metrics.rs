@@ -87,11 +87,13 @@ pub(crate) struct RowOutcomes<B: Backend> {
     order: Vec<(usize, u32)>,
     /// Loss, overlap and whether right, `[n, 3]`.
     rows: Option<Tensor<B, 2>>,
+    /// The same on the host, once fetched.
+    values: Option<Vec<f32>>,
 }
 
 impl<B: Backend> RowOutcomes<B> {
     pub(crate) fn new(masks: &RowMasks, divisors: Vec<f64>) -> Self {
-        Self { masks: masks.clone(), divisors, order: Vec::new(), rows: None }
+        Self { masks: masks.clone(), divisors, order: Vec::new(), rows: None, values: None }
     }
 
     /// Factor of each row's loss in the total.
@@ -106,6 +108,11 @@ impl<B: Backend> RowOutcomes<B> {
     pub(crate) fn set(&mut self, order: Vec<(usize, u32)>, rows: Tensor<B, 2>) {
         self.order = order;
         self.rows = Some(rows);
+    }
+
+    /// Copies the results to the host, for a later `metrics` that must not wait.
+    pub(crate) fn fetch(&mut self) {
+        self.values = self.rows.as_ref().map(|rows| rows.to_data().iter::<f32>().collect());
     }
 
     pub(crate) fn metrics(&self) -> TttMetrics {
@@ -123,7 +130,8 @@ impl<B: Backend> RowOutcomes<B> {
             alpha_sum: vec![0.0; steps],
         };
         let Some(rows) = &self.rows else { return metrics };
-        let values: Vec<f32> = rows.to_data().iter::<f32>().collect();
+        let fetched = || rows.to_data().iter::<f32>().collect();
+        let values = self.values.clone().unwrap_or_else(fetched);
         let mut entries: Vec<_> = self.order.iter().zip(values.chunks_exact(3)).collect();
         // By step, so that a row's earlier steps are known when a later one is counted.
         entries.sort_by_key(|&(place, _)| *place);

@@ -1,7 +1,7 @@
 //! AdamW over named parameters, with global-norm clipping. Knows no model and no schedule.
 
+use burn::tensor::FloatDType;
 use burn::tensor::backend::Backend;
-use burn::tensor::{ElementConversion, Tensor};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
@@ -33,6 +33,8 @@ pub struct AdamW<B: Backend> {
     step: u64,
     first: Named<B>,
     second: Named<B>,
+    /// f32 parameters that the draft's are rounded from; `None` when those are f32 themselves.
+    masters: Option<Named<B>>,
 }
 
 /// A gradient that must not be applied. Neither parameters nor moments have been changed.
@@ -74,12 +76,31 @@ impl<B: DraftOps> AdamW<B> {
     pub fn new(config: AdamWConfig, draft: &Eagle3Draft<B>) -> Self {
         let zeros = |(name, param): (String, Param<B>)| (name, param.zeros_like());
         let first: Named<B> = draft.parameters().into_iter().map(zeros).collect();
-        Self { config, step: 0, second: first.clone(), first }
+        Self { config, step: 0, second: first.clone(), first, masters: None }
     }
 
     /// Continues from stored moments, in the order of the parameters.
     pub fn from_moments(config: AdamWConfig, step: u64, first: Named<B>, second: Named<B>) -> Self {
-        Self { config, step, first, second }
+        Self { config, step, first, second, masters: None }
+    }
+
+    /// Keeps the f32 parameters of `draft` here and gives a draft whose matrices are of type
+    /// `dtype` to compute with. Does nothing when that is f32 too.
+    pub fn with_working_copy(
+        self,
+        draft: Eagle3Draft<B>,
+        dtype: FloatDType,
+    ) -> (Self, Eagle3Draft<B>) {
+        if dtype == FloatDType::F32 {
+            return (self, draft);
+        }
+        let copy = draft.with_dtype(dtype);
+        (Self { masters: Some(draft.parameters()), ..self }, copy)
+    }
+
+    /// The parameters in full precision, in the order of [`Eagle3Draft::parameters`].
+    pub fn weights(&self, draft: &Eagle3Draft<B>) -> Named<B> {
+        self.masters.clone().unwrap_or_else(|| draft.parameters())
     }
 
     /// Updates taken so far.
@@ -107,16 +128,23 @@ impl<B: DraftOps> AdamW<B> {
         self.step += 1;
         let step = Step { config: self.config, rate, scale, count: self.step };
         let (first, second) = (std::mem::take(&mut self.first), std::mem::take(&mut self.second));
+        let mut masters = self.masters.take().map(Vec::into_iter);
+        let mut kept = masters.is_some().then(Vec::new);
         let mut state = gradients.into_iter().zip(first.into_iter().zip(second));
         let updated = draft.map(|name, param| {
-            let Some(((_, gradient), ((_, m), (_, v)))) = state.next() else {
+            let Some(((_, gradient), ((_, first), (_, second)))) = state.next() else {
                 unreachable!("check_order compared the parameters one by one");
             };
-            let (param, m, v) = step.apply(param, gradient, m, v);
-            self.first.push((name.to_owned(), m));
-            self.second.push((name.to_owned(), v));
-            param
+            let master = masters.as_mut().and_then(Iterator::next).map(|(_, master)| master);
+            let done = step.apply(Parts { param, master, first, second }, gradient);
+            self.first.push((name.to_owned(), done.first));
+            self.second.push((name.to_owned(), done.second));
+            if let (Some(kept), Some(master)) = (&mut kept, done.master) {
+                kept.push((name.to_owned(), master));
+            }
+            done.param
         });
+        self.masters = kept;
         Ok((updated, norm))
     }
 
@@ -135,18 +163,16 @@ impl<B: DraftOps> AdamW<B> {
     }
 
     fn global_norm(&self, gradients: &Named<B>) -> Result<f64, GradientError> {
-        let mut total = 0.0;
-        for (name, gradient) in gradients {
-            let squares: f64 = match gradient {
-                Param::Vector(g) => g.clone().powi_scalar(2).sum().into_scalar().elem(),
-                Param::Matrix(g) => g.clone().powi_scalar(2).sum().into_scalar().elem(),
-            };
-            if !squares.is_finite() {
-                return Err(GradientError::NotFinite { name: name.clone(), step: self.step });
+        let values: Vec<Param<B>> =
+            gradients.iter().map(|(_, gradient)| gradient.clone()).collect();
+        let squares = B::square_sums(&values);
+        let bad = gradients.iter().zip(&squares).find(|(_, sum)| !sum.is_finite());
+        match bad {
+            Some(((name, _), _)) => {
+                Err(GradientError::NotFinite { name: name.clone(), step: self.step })
             }
-            total += squares;
+            None => Ok(squares.iter().sum::<f64>().sqrt()),
         }
-        Ok(total.sqrt())
     }
 }
 
@@ -175,45 +201,69 @@ struct Step {
     count: u64,
 }
 
+/// A parameter with what the optimizer keeps for it.
+struct Parts<B: Backend> {
+    param: Param<B>,
+    master: Option<Param<B>>,
+    first: Param<B>,
+    second: Param<B>,
+}
+
 impl Step {
-    fn apply<B: DraftOps>(
-        &self,
-        param: Param<B>,
-        gradient: Param<B>,
-        m: Param<B>,
-        v: Param<B>,
-    ) -> (Param<B>, Param<B>, Param<B>) {
-        match (param, gradient, m, v) {
-            (Param::Vector(p), Param::Vector(g), Param::Vector(m), Param::Vector(v)) => {
-                let (p, m, v) = self.tensor(p, g, [m, v], 0.0);
-                (Param::Vector(p), Param::Vector(m), Param::Vector(v))
+    fn apply<B: DraftOps>(&self, parts: Parts<B>, gradient: Param<B>) -> Parts<B> {
+        match (parts.param, parts.first, parts.second, gradient) {
+            (
+                Param::Vector(param),
+                Param::Vector(first),
+                Param::Vector(second),
+                Param::Vector(g),
+            ) => {
+                let master = match parts.master {
+                    Some(Param::Vector(master)) => Some(master),
+                    _ => None,
+                };
+                let state = AdamWState { param, master, first, second };
+                let done = B::adamw_step(state, g, &self.numbers(0.0));
+                Parts {
+                    param: Param::Vector(done.param),
+                    master: done.master.map(Param::Vector),
+                    first: Param::Vector(done.first),
+                    second: Param::Vector(done.second),
+                }
             }
-            (Param::Matrix(p), Param::Matrix(g), Param::Matrix(m), Param::Matrix(v)) => {
-                let (p, m, v) = self.tensor(p, g, [m, v], self.config.weight_decay);
-                (Param::Matrix(p), Param::Matrix(m), Param::Matrix(v))
+            (
+                Param::Matrix(param),
+                Param::Matrix(first),
+                Param::Matrix(second),
+                Param::Matrix(g),
+            ) => {
+                let master = match parts.master {
+                    Some(Param::Matrix(master)) => Some(master),
+                    _ => None,
+                };
+                let state = AdamWState { param, master, first, second };
+                let done = B::adamw_step(state, g, &self.numbers(self.config.weight_decay));
+                Parts {
+                    param: Param::Matrix(done.param),
+                    master: done.master.map(Param::Matrix),
+                    first: Param::Matrix(done.first),
+                    second: Param::Matrix(done.second),
+                }
             }
-            (param, _, m, v) => (param, m, v),
+            (param, first, second, _) => Parts { param, master: parts.master, first, second },
         }
     }
 
-    fn tensor<B: DraftOps, const D: usize>(
-        &self,
-        param: Tensor<B, D>,
-        gradient: Tensor<B, D>,
-        [m, v]: [Tensor<B, D>; 2],
-        decay: f64,
-    ) -> (Tensor<B, D>, Tensor<B, D>, Tensor<B, D>) {
-        let step = AdamWStep {
+    fn numbers(&self, weight_decay: f64) -> AdamWStep {
+        AdamWStep {
             learning_rate: self.rate,
             beta1: self.config.beta1,
             beta2: self.config.beta2,
             epsilon: self.config.eps,
-            weight_decay: decay,
+            weight_decay,
             number: self.count,
             gradient_scale: self.scale,
-        };
-        let state = B::adamw_step(AdamWState { param, first: m, second: v }, gradient, &step);
-        (state.param, state.first, state.second)
+        }
     }
 }
 

@@ -10,7 +10,7 @@ use crate::draft::Eagle3Draft;
 use crate::losses::LossKind;
 use crate::masks::{Layout, MaskMode, RowMasks, RowPlan, row_masks};
 use crate::metrics::{RowOutcomes, TttMetrics};
-use crate::ops::{DistillRows, DraftOps, RowIndex};
+use crate::ops::{DeviceFault, DistillRows, DraftOps, RowIndex};
 use crate::plan::plan_batch;
 
 /// How a training step is computed.
@@ -61,7 +61,14 @@ pub struct TttOutput<B: Backend> {
 }
 
 impl<B: Backend> TttOutput<B> {
-    /// Sums and counts. Waits for the device, so call it after the backward pass is on its way.
+    /// Waits for the device and copies what [`Self::metrics`] needs, so that the host can count
+    /// while the device does something else.
+    pub fn fetch(&mut self) {
+        self.outcomes.fetch();
+    }
+
+    /// Sums and counts. Waits for the device unless they were fetched, so call it after the
+    /// backward pass is on its way.
     pub fn metrics(&self) -> TttMetrics {
         self.outcomes.metrics()
     }
@@ -88,6 +95,9 @@ pub enum TttError {
     /// Shapes or ids that do not fit.
     #[error(transparent)]
     Batch(#[from] BatchError),
+    /// The device.
+    #[error(transparent)]
+    Device(#[from] DeviceFault),
     /// `divisors` must have an entry for each step.
     #[error("{found} loss divisors for {steps} steps; expected one for each step")]
     Divisors {
@@ -103,6 +113,7 @@ impl TttError {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Batch(error) => error.exit_code(),
+            Self::Device(fault) => fault.exit_code,
             Self::Divisors { .. } => 70,
         }
     }
@@ -155,6 +166,9 @@ pub fn ttt_step<B: DraftOps>(
     let lm_head = draft.lm_head.clone();
     let result = B::distill(hidden, lm_head, states, &frozen.head, &distill);
     outcomes.set(compared.order, result.rows);
+    if let Some(fault) = B::fault(&device) {
+        return Err(fault.into());
+    }
     let trace = options.trace.then(|| Trace {
         rows,
         masks,
@@ -216,7 +230,7 @@ fn known_top<B: DraftOps>(
 }
 
 fn with_zero_row<B: Backend>(states: &Tensor<B, 2>) -> Tensor<B, 2> {
-    let zero = Tensor::zeros([1, states.dims()[1]], &states.device());
+    let zero = states.clone().narrow(0, 0, 1).zeros_like();
     Tensor::cat(vec![states.clone(), zero], 0)
 }
 

@@ -112,3 +112,15 @@ fn the_printed_configuration_names_origins_and_reads_back() {
     let again = json(&["config", "--json", "--config", text(&file)]);
     assert_eq!(again["train"]["lr"], 0.125);
 }
+
+/// Whether there is no driver or no such GPU, nobody is left with a panic.
+#[test]
+fn a_device_that_is_not_there_has_an_exit_code_of_its_own() {
+    for command in [&["check", "--ops"][..], &["bench"]] {
+        let output = trainer(&[command, &["--device", "cuda:4711"]].concat());
+        assert_eq!(output.status.code(), Some(69), "{command:?}");
+        assert!(String::from_utf8_lossy(&output.stderr).contains("ERROR"), "{command:?}");
+    }
+    let output = trainer(&["bench", "--compute", "bf16"]);
+    assert_eq!(output.status.code(), Some(78));
+}

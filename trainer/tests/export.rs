@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use burn::backend::{Autodiff, Flex};
+use burn::tensor::FloatDType;
 use safetensors::Dtype;
 use serde_json::{Value, json};
 use trainer::checkpoint::{Checkpoint, Parts};
@@ -24,7 +25,9 @@ fn checkpoint(dir: &Path, change: impl FnOnce(&mut trainer::config::FitConfig)) 
     let mut config = support::config(&data, &dir.join("run"));
     config.train.max_steps = 2;
     change(&mut config);
-    let report = fit::run::<Autodiff<Flex>>(&config, Start::Fresh, &Default::default()).unwrap();
+    let report =
+        fit::run::<Autodiff<Flex>>(&config, Start::Fresh, (&Default::default(), FloatDType::F32))
+            .unwrap();
     Checkpoint::load(&report.checkpoint, Parts::Inference).unwrap()
 }
 

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use burn::backend::{Autodiff, Flex};
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::{FloatDType, Tensor, TensorData};
 use proptest::prelude::*;
 use trainer::losses::LossKind;
 use trainer::ops::{
@@ -204,8 +204,12 @@ fn adamw_follows_its_definition() {
     let whole = numbers([9], 1).inner();
     let start = whole.clone().narrow(0, 2, 5);
     let gradients = [numbers([5], 2).inner(), numbers([5], 3).inner()];
-    let mut state =
-        AdamWState { param: start.clone(), first: start.zeros_like(), second: start.zeros_like() };
+    let mut state = AdamWState {
+        param: start.clone(),
+        master: None,
+        first: start.zeros_like(),
+        second: start.zeros_like(),
+    };
     for (at, gradient) in gradients.iter().enumerate() {
         let step = AdamWStep {
             learning_rate: 0.01,
@@ -233,5 +237,14 @@ fn adamw_follows_its_definition() {
             x -= 0.01 * (m / (v.sqrt() + 1e-8) + 0.1 * x);
         }
         assert!((x - got[place]).abs() < 1e-6, "{x} {}", got[place]);
+    }
+}
+
+#[test]
+fn every_operation_agrees_with_its_plain_form() {
+    let list = trainer::gradcheck::compare::<B>(FloatDType::F32, &Default::default()).unwrap();
+    assert!(list.len() > 150, "{} values compared", list.len());
+    for difference in list {
+        assert!(difference.value < 2e-5, "{difference:?}");
     }
 }

@@ -8,6 +8,7 @@ use super::CacheId;
 use super::error::TargetError;
 use super::model::{ForwardOutput, ForwardRequest};
 use super::ranks::RankWorker;
+use crate::capture::LayerRows;
 
 /// One thing that goes wrong on one rank.
 #[derive(Clone, Debug, PartialEq)]
@@ -113,8 +114,12 @@ impl<W: RankWorker> RankWorker for Faulty<W> {
             };
             for captured in output.captured.iter_mut().filter(|it| it.layer >= first) {
                 let width = captured.shape[1];
-                if let Some(rows) = &mut captured.rows {
-                    rows[row * width] = value;
+                for (start, rows) in &mut captured.pieces {
+                    let LayerRows::F32(values) = rows else { continue };
+                    let place = row.checked_sub(*start).map(|row| row * width);
+                    if let Some(slot) = place.and_then(|place| values.get_mut(place)) {
+                        *slot = value;
+                    }
                 }
             }
         }

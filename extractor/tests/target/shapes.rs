@@ -35,6 +35,9 @@ impl Log {
 fn every_rank_and_layer_is_recorded() {
     let log = Log::default();
     let writer = log.clone();
+    // With a single subscriber `tracing` asks only the thread that comes to an event first, which
+    // may be another test's without one, and takes its answer for all.
+    let _second = tracing::Dispatch::new(tracing_subscriber::registry());
     let subscriber = tracing_subscriber::fmt()
         .json()
         .flatten_event(true)

@@ -9,6 +9,9 @@ use cudarc::driver::CudaStream;
 
 use super::{CudaError, DeviceBuffer, DeviceMatrix, Dtype, ensure};
 
+/// Plans that are kept; beyond, all are forgotten.
+const MAX_PLANS: usize = 4096;
+
 /// Which operands are transposed.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Form {
@@ -131,6 +134,10 @@ impl Blas {
         let bound = self.stream.context().bind_to_thread();
         bound.map_err(CudaError::driver("make the context current"))?;
         if !self.plans.contains_key(&key) {
+            // Training meets new numbers of rows in every batch.
+            if self.plans.len() >= MAX_PLANS {
+                self.plans.clear();
+            }
             let plan = Plan::new(self.handle, &key, self.workspace.bytes())?;
             self.plans.insert(key, plan);
         }

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::{CudaContext, CudaStream, result, sys};
 use cudarc::nvrtc::{result as nvrtc, sys as nvrtc_sys};
+use rayon::prelude::*;
 
 use super::{CudaError, Launcher, Shape};
 
@@ -24,6 +25,17 @@ pub const SOURCES: [(&str, &str); 9] = [
     ("attention_any.cu", include_str!("../../cuda/attention_any.cu")),
     ("attention_mma.cu", include_str!("../../cuda/attention_mma.cu")),
     ("attention_wgmma.cu", include_str!("../../cuda/attention_wgmma.cu")),
+];
+
+/// The sources that training needs.
+pub const TRAIN_SOURCES: [(&str, &str); 7] = [
+    SOURCES[0],
+    SOURCES[1],
+    ("train_rows.cu", include_str!("../../cuda/train_rows.cu")),
+    ("train_optimizer.cu", include_str!("../../cuda/train_optimizer.cu")),
+    ("train_loss.cu", include_str!("../../cuda/train_loss.cu")),
+    ("train_attention_any.cu", include_str!("../../cuda/train_attention_any.cu")),
+    ("train_attention_mma.cu", include_str!("../../cuda/train_attention_mma.cu")),
 ];
 
 /// An architecture that NVRTC compiles for.
@@ -187,6 +199,15 @@ impl CudaKernels {
     /// call compiled from the same sources with the same NVRTC for the same architecture. A cache
     /// that can't be written costs time at the next start, nothing else.
     pub fn load(context: &Arc<CudaContext>, cache_dir: Option<&Path>) -> Result<Self, CudaError> {
+        Self::load_sources(context, cache_dir, &SOURCES)
+    }
+
+    /// The same for some sources: names and texts. They are compiled side by side.
+    pub fn load_sources(
+        context: &Arc<CudaContext>,
+        cache_dir: Option<&Path>,
+        sources: &[(&str, &str)],
+    ) -> Result<Self, CudaError> {
         let (major, minor) = context
             .compute_capability()
             .map_err(CudaError::driver("compute capability of the device"))?;
@@ -207,9 +228,10 @@ impl CudaKernels {
         };
         context.bind_to_thread().map_err(CudaError::driver("make the context current"))?;
         let version = nvrtc_version()?;
-        for source in SOURCES {
-            let code = cached(source, &kernels.arch, version, cache_dir)?;
-            kernels.add_module(source.0, &code)?;
+        let compile = |source: &(&str, &str)| cached(*source, &kernels.arch, version, cache_dir);
+        let compiled: Vec<_> = sources.par_iter().map(compile).collect();
+        for (source, code) in sources.iter().zip(compiled) {
+            kernels.add_module(source.0, &code?)?;
         }
         Ok(kernels)
     }

@@ -13,7 +13,11 @@ mod loader;
 mod memory;
 mod moe;
 mod rows;
+mod shared_stream;
 mod stats;
+mod train_attention;
+mod train_loss;
+mod train_rows;
 mod views;
 
 pub use attention::{Attention, AttentionVariant};
@@ -22,11 +26,15 @@ pub use blas::{Blas, Form, Product};
 pub use cudarc;
 pub use dequant::{Fp8BlockWeight, Int4Weight, Nvfp4Weight};
 pub use error::CudaError;
-pub use loader::{Arch, CudaKernels, SOURCES, compile, context, device_count};
+pub use loader::{Arch, CudaKernels, SOURCES, TRAIN_SOURCES, compile, context, device_count};
 pub use memory::{DeviceBuffer, PinnedBuffer, copy_on_device, download, upload};
 pub use moe::{Permutation, RouteRule, RoutingViews};
 pub use rows::{LatentHeads, RopeView};
+pub use shared_stream::{PartTimer, SharedStream};
 pub use stats::StateStats;
+pub use train_attention::{MAX_OWN, OwnGradient, OwnStep, TrainOperands, TrainPlan};
+pub use train_loss::{Comparison, RunningSoftmax, TeacherViews};
+pub use train_rows::{AdamWNumbers, AdamWViews, NORM_PARTS, NormGradient, SQUARE_PARTS, Turn};
 pub use views::{DeviceHeads, DeviceMatrix, DeviceVector, Dtype};
 
 use cudarc::driver::CudaStream;

@@ -105,7 +105,10 @@ pub enum ManifestError {
         shards: usize,
     },
     /// A rebuild of a manifest that is there.
-    #[error("{} has rows: only a lost manifest is rebuilt; move it away if it is damaged", .0.display())]
+    #[error(
+        "{} has rows: only a lost manifest is rebuilt; move it away if it is damaged",
+        .0.display()
+    )]
     NotLost(PathBuf),
     /// A rebuild without the copy of the settings.
     #[error("{} is missing: a manifest can only be rebuilt from it and the shards", .0.display())]

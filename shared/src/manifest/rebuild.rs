@@ -16,6 +16,9 @@ use crate::header::HeaderLimits;
 use crate::sample::SampleId;
 use crate::shard::{SealedShard, ShardError, ShardId, ShardReader};
 
+/// Files and why each is no shard of the data set.
+type Refused = Vec<(String, String)>;
+
 /// What a rebuild found.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
 pub struct Rebuilt {
@@ -24,7 +27,7 @@ pub struct Rebuilt {
     /// Their samples.
     pub samples: usize,
     /// Shards that are not what they should be, with the reason; moved to `quarantine/`.
-    pub refused: Vec<(String, String)>,
+    pub refused: Refused,
 }
 
 impl Manifest {
@@ -91,7 +94,7 @@ fn nowhere(id: SampleId) -> SourceRecord {
 fn survey(
     dir: &DatasetDir,
     settings: &Settings,
-) -> Result<(Vec<SealedShard>, Vec<(String, String)>), ManifestError> {
+) -> Result<(Vec<SealedShard>, Refused), ManifestError> {
     let shards = dir.shards();
     let names = dir.files().list(&shards).map_err(at("listing", &shards))?;
     let (mut sealed, mut refused) = (Vec::new(), Vec::new());

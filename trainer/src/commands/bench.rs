@@ -1,5 +1,5 @@
 //! `trainer bench`: time of one training step on synthetic data, beside the speed of a plain
-//! matrix product on the same cores.
+//! matrix product on the same cores or, in `bench_cuda`, the same GPU.
 
 use std::io::Write;
 use std::time::Instant;
@@ -7,12 +7,15 @@ use std::time::Instant;
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::{Distribution, Tensor};
 use kernels::gemm::{Threads, peak};
+use trainer::config::Compute;
 use trainer::draft::AttentionConfig;
 use trainer::masks::{RowPlan, row_masks};
 use trainer::{
     BatchTokens, DraftConfig, DraftVocabulary, Eagle3Draft, FrozenTarget, TargetWeights,
     TrainBatch, TttOptions, ttt_step,
 };
+
+use super::device::{DeviceArgs, Place, parse_compute};
 
 type B = Autodiff<Flex>;
 
@@ -21,50 +24,55 @@ type B = Autodiff<Flex>;
 pub(crate) struct BenchArgs {
     /// Width of the residual stream.
     #[arg(long, default_value_t = 576)]
-    hidden: usize,
+    pub(super) hidden: usize,
     /// Width of the MLP.
     #[arg(long, default_value_t = 1536)]
-    intermediate: usize,
+    pub(super) intermediate: usize,
     /// Query heads.
     #[arg(long, default_value_t = 9)]
-    heads: usize,
+    pub(super) heads: usize,
     /// Key and value heads.
     #[arg(long, default_value_t = 3)]
-    kv_heads: usize,
+    pub(super) kv_heads: usize,
     /// Entries of a head.
     #[arg(long, default_value_t = 64)]
-    head_dim: usize,
+    pub(super) head_dim: usize,
     /// Target vocabulary.
     #[arg(long, default_value_t = 49152)]
-    vocab: usize,
+    pub(super) vocab: usize,
     /// Draft vocabulary.
     #[arg(long, default_value_t = 8192)]
-    draft_vocab: usize,
+    pub(super) draft_vocab: usize,
     /// Rows of the packed batch.
     #[arg(long, default_value_t = 1024)]
-    tokens: usize,
+    pub(super) tokens: usize,
     /// Rows of one document.
     #[arg(long, default_value_t = 256)]
-    document: usize,
+    pub(super) document: usize,
     /// Steps of the draft.
     #[arg(long, default_value_t = 7)]
-    steps: usize,
+    pub(super) steps: usize,
     /// Share of each document, at its end, that is trained.
     #[arg(long, default_value_t = 0.5)]
-    answer_fraction: f64,
+    pub(super) answer_fraction: f64,
     /// Compute every row at every step.
     #[arg(long)]
-    dense: bool,
+    pub(super) dense: bool,
     /// Timed repetitions; the fastest counts.
     #[arg(long, default_value_t = 5)]
-    repeat: usize,
+    pub(super) repeat: usize,
     /// Teacher states whose logits exist at a time.
     #[arg(long, default_value_t = 512)]
-    teacher_rows: usize,
+    pub(super) teacher_rows: usize,
+    /// Type of states and products.
+    #[arg(long, default_value = "auto", value_parser = parse_compute)]
+    compute: Compute,
+    #[command(flatten)]
+    device: DeviceArgs,
 }
 
 impl BenchArgs {
-    fn config(&self) -> DraftConfig {
+    pub(super) fn config(&self) -> DraftConfig {
         DraftConfig {
             hidden_size: self.hidden,
             intermediate_size: self.intermediate,
@@ -85,7 +93,7 @@ impl BenchArgs {
         }
     }
 
-    fn tokens(&self) -> anyhow::Result<BatchTokens> {
+    pub(super) fn tokens(&self) -> anyhow::Result<BatchTokens> {
         let document = self.document.clamp(1, self.tokens.max(1));
         let prompt = (document as f64 * (1.0 - self.answer_fraction)) as usize;
         let ids = (0..self.tokens).map(|row| ((row * 7919) % self.vocab) as u32).collect();
@@ -96,7 +104,7 @@ impl BenchArgs {
         Ok(BatchTokens::new(ids, &mask, offsets)?)
     }
 
-    fn options(&self) -> TttOptions {
+    pub(super) fn options(&self) -> TttOptions {
         TttOptions {
             steps: self.steps,
             row_sparse: !self.dense,
@@ -106,9 +114,9 @@ impl BenchArgs {
     }
 
     /// Floating-point operations of all products of one step, forward and backward.
-    fn flop(&self, tokens: &BatchTokens) -> f64 {
+    pub(super) fn flop(&self, tokens: &BatchTokens, dense: bool) -> f64 {
         let masks = row_masks(tokens, self.steps, self.options().mask_mode, &[]);
-        let plan = match self.dense {
+        let plan = match dense {
             true => RowPlan::dense(self.tokens, self.steps),
             false => RowPlan::sparse(tokens, &masks),
         };
@@ -128,6 +136,13 @@ impl BenchArgs {
 
 /// Prints times, rates and the share of the speed of a plain product.
 pub(crate) fn run(args: &BenchArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
+    match args.device.open(args.compute)? {
+        (Place::Cpu, _) => run_cpu(args, out),
+        (Place::Cuda(device), dtype) => super::bench_cuda::run(args, (&device, dtype), out),
+    }
+}
+
+fn run_cpu(args: &BenchArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
     let device = Default::default();
     let tokens = args.tokens()?;
     let fresh = Eagle3Draft::init(args.config(), 1, &device)?;
@@ -161,7 +176,7 @@ pub(crate) fn run(args: &BenchArgs, out: &mut dyn Write) -> anyhow::Result<bool>
         (forward, backward) = (forward.min(middle), backward.min(end - middle));
         total = total.min(end);
     }
-    let gflop = args.flop(batch.tokens()) / 1e9;
+    let gflop = args.flop(batch.tokens(), args.dense) / 1e9;
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let limit = peak(Threads(threads));
     writeln!(out, "loss             {loss:10.4}")?;

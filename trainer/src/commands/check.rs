@@ -1,42 +1,76 @@
-//! `trainer check`: compares the training step with golden files.
+//! `trainer check`: compares the training step with golden files, and the operations of a device
+//! with their plain forms.
 
 use std::io::Write;
 use std::path::PathBuf;
 
 use anyhow::Context;
-use burn::backend::{Autodiff, Flex};
+use burn::backend::{Autodiff, Cuda, Flex};
+use burn::tensor::FloatDType;
+use trainer::config::Compute;
 use trainer::golden::{Difference, GoldenCase};
+use trainer::gradcheck;
+
+use super::device::{DeviceArgs, Place, parse_compute};
 
 /// Compare loss, metrics and gradients of a training step with golden files.
 #[derive(clap::Args)]
 pub(crate) struct CheckArgs {
     /// Golden files (safetensors).
-    #[arg(long, required = true, num_args = 1.., value_name = "FILE")]
+    #[arg(long, required_unless_present = "ops", num_args = 1.., value_name = "FILE")]
     golden: Vec<PathBuf>,
+    /// Compare every operation of the device, and its gradients, with plain forms on the CPU.
+    #[arg(long)]
+    ops: bool,
     /// Compute every row at every step instead of those the loss can see.
     #[arg(long)]
     dense: bool,
-    /// Largest difference allowed; gradients are relative to their largest entry.
-    #[arg(long, default_value_t = 1e-4)]
-    tolerance: f64,
+    /// f32, or bf16: golden files then show how far gradients turn away from those in f32.
+    #[arg(long, default_value = "f32", value_parser = parse_compute)]
+    compute: Compute,
+    /// Largest difference allowed; gradients are relative to their largest entry. 1e-4 for f32,
+    /// 1e-3 for a cosine and 3e-2 for an operation in bf16.
+    #[arg(long)]
+    tolerance: Option<f64>,
+    #[command(flatten)]
+    device: DeviceArgs,
 }
 
 /// Prints a line for each compared value; false when one is above the tolerance.
 pub(crate) fn run(args: &CheckArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
+    let (place, dtype) = args.device.open(args.compute)?;
+    let exact = dtype == FloatDType::F32;
     let mut passed = true;
     for path in &args.golden {
         let context = || format!("checking {}", path.display());
         let case = GoldenCase::open(path).with_context(context)?;
-        let list = case
-            .compare::<Autodiff<Flex>>(!args.dense, &Default::default())
-            .with_context(context)?;
+        let list = match (&place, exact) {
+            (Place::Cpu, _) => case.compare::<Autodiff<Flex>>(!args.dense, &Default::default()),
+            (Place::Cuda(device), true) => case.compare::<Autodiff<Cuda>>(!args.dense, device),
+            (Place::Cuda(device), false) => case.compare_types::<Autodiff<Cuda>>(dtype, device),
+        };
+        let list = list.with_context(context)?;
         writeln!(out, "{}", path.display())?;
-        for Difference { name, value } in &list {
-            let right = *value <= args.tolerance;
-            passed &= right;
-            let verdict = if right { "" } else { "  above the tolerance" };
-            writeln!(out, "  {name:<52} {value:9.2e}{verdict}")?;
-        }
+        passed &= print(&list, args.tolerance.unwrap_or(if exact { 1e-4 } else { 1e-3 }), out)?;
+    }
+    if args.ops {
+        let list = match &place {
+            Place::Cpu => gradcheck::compare::<Autodiff<Flex>>(dtype, &Default::default()),
+            Place::Cuda(device) => gradcheck::compare::<Autodiff<Cuda>>(dtype, device),
+        };
+        writeln!(out, "operations")?;
+        passed &= print(&list?, args.tolerance.unwrap_or(if exact { 1e-4 } else { 3e-2 }), out)?;
+    }
+    Ok(passed)
+}
+
+fn print(list: &[Difference], tolerance: f64, out: &mut dyn Write) -> std::io::Result<bool> {
+    let mut passed = true;
+    for Difference { name, value } in list {
+        let right = *value <= tolerance;
+        passed &= right;
+        let verdict = if right { "" } else { "  above the tolerance" };
+        writeln!(out, "  {name:<64} {value:9.2e}{verdict}")?;
     }
     Ok(passed)
 }

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
 use burn::backend::Flex;
+use burn::tensor::FloatDType;
 use trainer::acceptance::{Acceptance, Evaluation, EvaluationPlan, evaluate};
 use trainer::dataset::ManifestDataset;
 use trainer::fit::{frozen_target, ttt_options};
@@ -97,7 +98,7 @@ fn teacher_forced(
     }
     let device = Default::default();
     let head = TargetHead::load(&dataset.dir().target())?;
-    let frozen = frozen_target::<Flex>(head, &trained.vocab, &device)?;
+    let frozen = frozen_target::<Flex>(head, &trained.vocab, (&device, FloatDType::F32))?;
     let mut options = ttt_options(&config);
     options.steps = args.ttt_steps.unwrap_or(options.steps);
     let what =

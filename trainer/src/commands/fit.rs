@@ -3,10 +3,11 @@
 use std::io::Write;
 use std::path::PathBuf;
 
-use burn::backend::{Autodiff, Flex};
+use burn::backend::{Autodiff, Cuda, Flex};
 use trainer::checkpoint::RunDir;
 use trainer::fit::{self, FitReport, Start};
 
+use super::device::{DeviceArgs, Place};
 use super::flags::ConfigFlags;
 
 /// Train a draft head on a data set written by `extractor run`.
@@ -18,6 +19,8 @@ pub(crate) struct FitArgs {
     /// Print the report as one JSON object.
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    device: DeviceArgs,
     #[command(flatten)]
     flags: ConfigFlags,
 }
@@ -32,7 +35,14 @@ pub(crate) fn run(args: &FitArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
     if let Some(run) = &args.resume {
         config.checkpoint.run_dir.clone_from(run);
     }
-    let report = fit::run::<Autodiff<Flex>>(&config, start, &Default::default())?;
+    let report = match args.device.open(config.train.compute)? {
+        (Place::Cpu, dtype) => {
+            fit::run::<Autodiff<Flex>>(&config, start, (&Default::default(), dtype))?
+        }
+        (Place::Cuda(device), dtype) => {
+            fit::run::<Autodiff<Cuda>>(&config, start, (&device, dtype))?
+        }
+    };
     if args.json {
         writeln!(out, "{}", serde_json::to_string(&report)?)?;
     } else {

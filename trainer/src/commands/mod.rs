@@ -1,8 +1,10 @@
 //! The subcommands, and which exit code an error of theirs means.
 
 pub(crate) mod bench;
+mod bench_cuda;
 pub(crate) mod check;
 pub(crate) mod config;
+mod device;
 pub(crate) mod evaluate;
 pub(crate) mod export;
 pub(crate) mod fit;
@@ -15,10 +17,12 @@ use trainer::config::ConfigError;
 use trainer::dataset::DatasetError;
 use trainer::export::ExportError;
 use trainer::fit::FitError;
+use trainer::golden::GoldenError;
 use trainer::live::LiveError;
 use trainer::target::TargetError as TargetHeadError;
 use trainer::tensors::TensorFileError;
 use trainer::trained::TrainedError;
+use trainer::ttt::TttError;
 
 /// Exit code of the outermost error that knows one; 70 otherwise.
 pub(crate) fn exit_code(error: &anyhow::Error) -> u8 {
@@ -43,6 +47,9 @@ fn code(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
         TensorFileError,
         TrainedError,
         LiveError,
+        TttError,
+        GoldenError,
+        kernels::cuda::CudaError,
         extractor::target::TargetError,
         extractor::encode::EncoderError
     )

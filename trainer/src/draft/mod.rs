@@ -9,7 +9,7 @@ mod rope;
 mod vocabulary;
 
 use burn::tensor::backend::AutodiffBackend;
-use burn::tensor::{Tensor, backend::Backend};
+use burn::tensor::{FloatDType, Tensor, backend::Backend};
 use thiserror::Error;
 
 pub use config::{AttentionConfig, DraftConfig, DraftConfigError, Yarn};
@@ -132,6 +132,19 @@ impl<B: Backend> Eagle3Draft<B> {
         let params =
             self.parameters().into_iter().map(|(name, param)| replace(&name, param)).collect();
         layer::assemble(self.config.clone(), params)
+    }
+
+    /// Type of the matrices, which is that of states and products.
+    pub fn dtype(&self) -> FloatDType {
+        self.fc.dtype().into()
+    }
+
+    /// The same draft with matrices of type `dtype`; norms stay as they are.
+    pub fn with_dtype(&self, dtype: FloatDType) -> Self {
+        self.map(|_, param| match param {
+            Param::Matrix(matrix) => Param::Matrix(matrix.cast(dtype)),
+            vector => vector,
+        })
     }
 
     /// Where the parameters live.

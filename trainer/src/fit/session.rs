@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use burn::tensor::backend::{AutodiffBackend, Backend};
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::{DType, FloatDType, Tensor, TensorData};
 
 use super::FitError;
 use crate::acceptance::{Evaluation, EvaluationPlan, evaluate};
@@ -46,6 +46,8 @@ pub struct Session<B: AutodiffBackend> {
     pub golden: TensorFile,
     /// Where it runs.
     pub device: B::Device,
+    /// Type of states and products.
+    pub dtype: FloatDType,
     /// The frozen target, for training.
     pub frozen: FrozenTarget<B>,
     frozen_inner: FrozenTarget<B::InnerBackend>,
@@ -57,7 +59,10 @@ where
     B::InnerBackend: DraftOps,
 {
     /// Opens the data set and everything that follows from it and the settings.
-    pub fn open(config: &FitConfig, device: &B::Device) -> Result<Self, FitError> {
+    pub fn open(
+        config: &FitConfig,
+        (device, dtype): (&B::Device, FloatDType),
+    ) -> Result<Self, FitError> {
         let dataset = ManifestDataset::open(&config.data.dataset)?.with_verify(config.data.verify);
         let dataset = Arc::new(dataset);
         let head = TargetHead::load(&dataset.dir().target())?;
@@ -80,7 +85,7 @@ where
         let all = plan.total_steps(&dataset, config.train.accumulate);
         let limit = config.train.max_steps;
         let target = head.config.clone();
-        let frozen_inner = frozen_target::<B::InnerBackend>(head, &vocab, device)?;
+        let frozen_inner = frozen_target::<B::InnerBackend>(head, &vocab, (device, dtype))?;
         Ok(Self {
             options: ttt_options(config),
             total_steps: if limit > 0 { all.min(limit) } else { all },
@@ -94,6 +99,7 @@ where
             target,
             golden,
             device: device.clone(),
+            dtype,
         })
     }
 
@@ -234,14 +240,17 @@ fn golden(
     Ok(file)
 }
 
-/// Puts the target's head on a device.
+/// Puts the target's head on a device, its matrices as values of type `dtype`.
 pub fn frozen_target<B: Backend>(
     head: TargetHead,
     vocab: &VocabMap,
-    device: &B::Device,
+    (device, dtype): (&B::Device, FloatDType),
 ) -> Result<FrozenTarget<B>, FitError> {
     let (rows, width) = (head.vocab_size, head.hidden_size);
-    let matrix = |v: Vec<f32>| Tensor::from_data(TensorData::new(v, [rows, width]), device);
+    let matrix = |values: Vec<f32>| {
+        let data = TensorData::new(values, [rows, width]).convert_dtype(dtype.into());
+        Tensor::from_data(data, (device, DType::from(dtype)))
+    };
     let weights = TargetWeights {
         embed_tokens: matrix(head.embed_tokens),
         norm: Tensor::from_data(TensorData::new(head.norm, [width]), device),

@@ -1,6 +1,9 @@
 //! What changes during a run, one optimizer step at a time. Knows no files but through
 //! checkpoints.
 
+use std::sync::{Mutex, PoisonError};
+
+use burn::tensor::FloatDType;
 use burn::tensor::backend::AutodiffBackend;
 
 use super::{FitError, Session, Start};
@@ -16,7 +19,12 @@ use crate::optimizer::{AdamW, AdamWConfig, Named, add_scaled};
 use crate::run_log::{Record, put_depths};
 use crate::schedule::Schedule;
 use crate::tensors::TensorFile;
-use crate::ttt::{TttOptions, step_rows, ttt_step};
+use crate::ttt::{TttError, TttOptions, step_rows, ttt_step};
+
+/// Held during a training step. burn 0.21 keeps one graph for the process: a thread that tidies it
+/// up can take away a step that another thread has yet to run, and a gradient then silently lacks
+/// one of its parts (seen about once in 1,500 steps on four threads).
+static GRAPH: Mutex<()> = Mutex::new(());
 
 /// Weights, moments and position of a run.
 #[derive(Debug)]
@@ -98,10 +106,12 @@ where
             &session.device,
         )?;
         if config.draft.lm_head_init == LmHeadInit::Target {
-            draft = draft.with_lm_head(session.draft_rows_of_lm_head())?;
+            draft = draft.with_lm_head(session.draft_rows_of_lm_head().cast(FloatDType::F32))?;
         }
+        let optimizer = AdamW::new(adamw(config), &draft);
+        let (optimizer, draft) = optimizer.with_working_copy(draft, session.dtype);
         Ok(Self {
-            optimizer: AdamW::new(adamw(config), &draft),
+            optimizer,
             draft,
             step: 0,
             loader: LoaderState::default(),
@@ -127,9 +137,12 @@ where
             return Err(FitError::OtherVocab { stored, current });
         }
         let (first, second) = checkpoint.moments(&session.device)?;
+        let optimizer = AdamW::from_moments(adamw(&session.config), state.step, first, second);
+        let draft = checkpoint.draft(&session.device)?;
+        let (optimizer, draft) = optimizer.with_working_copy(draft, session.dtype);
         Ok(Self {
-            draft: checkpoint.draft(&session.device)?,
-            optimizer: AdamW::from_moments(adamw(&session.config), state.step, first, second),
+            draft,
+            optimizer,
             step: state.step,
             loader: state.loader,
             best: state.best,
@@ -160,15 +173,19 @@ where
         session: &Session<B>,
         group: Vec<HostBatch>,
     ) -> Result<StepOutcome, FitError> {
+        let _alone = GRAPH.lock().unwrap_or_else(PoisonError::into_inner);
         let divisors = group_divisors(session, &group);
         let options = TttOptions { divisors: Some(divisors.clone()), ..session.options.clone() };
         let (mut metrics, mut gradients, mut tokens) = (TttMetrics::default(), None, 0);
         for host in group {
             tokens += host.tokens.rows() as u64;
             let samples = host.samples.clone();
-            let batch = host.to_device::<B>(&session.device)?;
+            let batch = host.to_device::<B>(&session.device, session.dtype)?;
             let tracked = Eagle3Draft::<B>::tracked(&self.draft);
-            let output = ttt_step(&tracked, &session.frozen, &batch, &options)?;
+            let mut output = ttt_step(&tracked, &session.frozen, &batch, &options)?;
+            // The backward pass goes to the device before the host waits for the loss.
+            let mut back = output.loss.backward();
+            output.fetch();
             let mut sums = output.metrics();
             sums.step_divisor.clone_from(&divisors);
             let loss = sums.loss(options.step_decay);
@@ -178,7 +195,7 @@ where
                 return Err(FitError::LossNotFinite { step: self.step, loss, samples });
             }
             if sums.step_rows.iter().any(|&rows| rows > 0) {
-                let more = tracked.gradients(&mut output.loss.backward());
+                let more = tracked.gradients(&mut back);
                 gradients = Some(match gradients {
                     None => more,
                     total => add_scaled(total, more, 1.0),
@@ -213,6 +230,9 @@ where
         let gradients =
             gradients.unwrap_or_else(|| self.draft.parameters().into_iter().map(zeros).collect());
         let (draft, norm) = self.optimizer.update(&self.draft, gradients, rate)?;
+        if let Some(fault) = B::InnerBackend::fault(&session.device) {
+            return Err(TttError::from(fault).into());
+        }
         self.draft = draft;
         self.step += 1;
         self.acceptance_length = None;
@@ -233,7 +253,7 @@ where
     /// Everything needed to continue from here.
     pub fn checkpoint(&self, session: &Session<B>) -> Checkpoint {
         let (mut weights, mut optimizer) = (TensorFile::default(), TensorFile::default());
-        to_tensors(&self.draft.parameters(), "", &mut weights);
+        to_tensors(&self.optimizer.weights(&self.draft), "", &mut weights);
         let (first, second) = self.optimizer.moments();
         to_tensors(first, "first.", &mut optimizer);
         to_tensors(second, "second.", &mut optimizer);

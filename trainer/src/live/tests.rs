@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use burn::backend::Flex;
 use burn::tensor::{Tensor, TensorData};
 use extractor::batch::TokenBatch;
-use extractor::capture::LayerCapture;
+use extractor::capture::{LayerCapture, LayerRows};
 use extractor::target::{TargetError, TargetSpec};
 use serde_json::json;
 
@@ -72,7 +72,9 @@ impl TargetModel for Scripted {
             }
         }
         let layers = request.layers.iter().zip(rows);
-        let layers = layers.map(|(&layer, rows)| LayerCapture { layer, rows }).collect();
+        let layers = layers
+            .map(|(&layer, rows)| LayerCapture { layer, rows: LayerRows::F32(rows) })
+            .collect();
         let capture = Capture { tokens: request.tokens.len(), hidden_size: H, layers };
         Ok(Extension { capture, logits })
     }

@@ -4,7 +4,10 @@
 //! index lists it is given.
 
 mod cpu;
+pub mod cuda;
 mod flex;
+mod gradients;
+mod graph;
 pub mod plain;
 
 use std::ops::Range;
@@ -12,6 +15,8 @@ use std::sync::Arc;
 
 use burn::tensor::{Int, Tensor, TensorData, backend::Backend};
 
+pub use self::gradients::{AttentionOperands, DraftGradients, EarlierSums};
+use crate::draft::Param;
 use crate::losses::LossKind;
 
 /// Row numbers on the host and on the device.
@@ -139,11 +144,23 @@ pub struct AdamWStep {
     pub gradient_scale: f64,
 }
 
+/// A device that stopped working in the middle of a step.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("{message}")]
+pub struct DeviceFault {
+    /// What was tried, and the device's answer.
+    pub message: String,
+    /// Exit code of a run that ends with it.
+    pub exit_code: u8,
+}
+
 /// A parameter with its two moments.
 #[derive(Clone, Debug)]
 pub struct AdamWState<B: Backend, const D: usize> {
     /// The parameter.
     pub param: Tensor<B, D>,
+    /// The f32 parameter that `param` is rounded from; `None` when that is f32 itself.
+    pub master: Option<Tensor<B, D>>,
     /// Running mean of gradients.
     pub first: Tensor<B, D>,
     /// Running mean of squared gradients.
@@ -221,5 +238,16 @@ pub trait DraftOps: Backend {
         step: &AdamWStep,
     ) -> AdamWState<Self, D> {
         plain::adamw_step(state, gradient, step)
+    }
+
+    /// Sum of squares of each gradient. Waits for the device once.
+    fn square_sums(gradients: &[Param<Self>]) -> Vec<f64> {
+        plain::square_sums(gradients)
+    }
+
+    /// The first thing that went wrong on the device since the last call. Operations can't return
+    /// errors: results made after a fault mean nothing.
+    fn fault(_device: &Self::Device) -> Option<DeviceFault> {
+        None
     }
 }

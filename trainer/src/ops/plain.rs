@@ -3,12 +3,13 @@
 
 use burn::tensor::activation::{log_softmax, sigmoid, softmax};
 use burn::tensor::backend::Backend;
-use burn::tensor::{Bool, Int, Tensor, TensorData};
+use burn::tensor::{Bool, ElementConversion, FloatDType, Int, Tensor, TensorData};
 
 use super::{
     AdamWState, AdamWStep, AttentionPlan, DistillRows, Distilled, DraftOps, RotaryTable, RowIndex,
     Segment, TeacherHead,
 };
+use crate::draft::Param;
 use crate::losses::LossKind;
 
 /// See [`DraftOps::project`].
@@ -208,12 +209,33 @@ pub fn adamw_step<B: Backend, const D: usize>(
     gradient: Tensor<B, D>,
     step: &AdamWStep,
 ) -> AdamWState<B, D> {
-    let gradient = gradient * step.gradient_scale;
+    let gradient = gradient.cast(FloatDType::F32) * step.gradient_scale;
     let first = state.first * step.beta1 + gradient.clone() * (1.0 - step.beta1);
     let second = state.second * step.beta2 + gradient.clone() * gradient * (1.0 - step.beta2);
     let correction = |beta: f64| 1.0 - beta.powf(step.number as f64);
     let root = (second.clone() / correction(step.beta2)).sqrt() + step.epsilon;
     let change = first.clone() / correction(step.beta1) / root;
-    let kept = state.param * (1.0 - step.learning_rate * step.weight_decay);
-    AdamWState { param: kept - change * step.learning_rate, first, second }
+    let dtype = state.param.dtype();
+    let mixed = state.master.is_some();
+    let kept = state.master.unwrap_or(state.param) * (1.0 - step.learning_rate * step.weight_decay);
+    let exact = kept - change * step.learning_rate;
+    match mixed {
+        true => {
+            let param = exact.clone().cast(FloatDType::from(dtype));
+            AdamWState { param, master: Some(exact), first, second }
+        }
+        false => AdamWState { param: exact, master: None, first, second },
+    }
+}
+
+/// See [`DraftOps::square_sums`].
+pub fn square_sums<B: Backend>(gradients: &[Param<B>]) -> Vec<f64> {
+    fn sum<B: Backend, const D: usize>(x: &Tensor<B, D>) -> f64 {
+        x.clone().cast(FloatDType::F32).powi_scalar(2).sum().into_scalar().elem()
+    }
+    let squares = |gradient: &Param<B>| match gradient {
+        Param::Vector(x) => sum(x),
+        Param::Matrix(x) => sum(x),
+    };
+    gradients.iter().map(squares).collect()
 }

@@ -1,7 +1,7 @@
 //! The operations of the training step on burn's CPU backend. Connects tensors with the slices of
-//! `cpu`; knows no arithmetic. Gradients are in `graph`.
+//! `cpu`; knows no arithmetic. Gradients are in `gradients`.
 
-mod graph;
+mod gradients;
 
 use std::sync::Arc;
 
@@ -255,6 +255,7 @@ impl DraftOps for Flex {
         // In place unless someone else still holds the storage.
         let parts = [param.storage_mut(), first.storage_mut(), second.storage_mut()];
         adamw::update(parts, gradient.values(), step);
-        AdamWState { param: tensor(param), first: tensor(first), second: tensor(second) }
+        let (first, second) = (tensor(first), tensor(second));
+        AdamWState { param: tensor(param), master: None, first, second }
     }
 }

@@ -1,0 +1,1 @@
+UPDATE dataset SET fingerprint = '{"target":"other"}';

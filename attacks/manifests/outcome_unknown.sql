@@ -1,0 +1,1 @@
+UPDATE source SET outcome = 'maybe' WHERE line = 1;

@@ -1,0 +1,1 @@
+UPDATE shard SET file = '/dev/zero' WHERE id = 0;

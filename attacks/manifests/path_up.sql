@@ -1,0 +1,1 @@
+UPDATE shard SET file = '../../etc/passwd' WHERE id = 0;

@@ -1,0 +1,1 @@
+UPDATE sample SET id = x'00' WHERE shard = 2;

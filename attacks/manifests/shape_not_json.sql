@@ -1,0 +1,1 @@
+UPDATE tensor SET shape = 'x' WHERE dtype = 'BF16';

@@ -1,0 +1,1 @@
+UPDATE shard SET id = -1 WHERE id = 0;

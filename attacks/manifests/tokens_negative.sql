@@ -1,0 +1,1 @@
+UPDATE sample SET tokens = -5 WHERE shard = 0;

@@ -1,0 +1,193 @@
+// Teacher and loss over blocks of the vocabulary: f32 logits come from products, softmaxes are in
+// f32. Twin: trainer's ops::cpu::distill.
+
+struct ScanArgs {
+    Mat logits;
+    u64 most, total, top;
+    u32 rows, cols, first;
+};
+
+struct PickArgs {
+    Mat out, logits;
+    u64 ids;
+    // Draft tokens `begin .. begin + count` lie in this block of the vocabulary.
+    u32 rows, begin, count, first;
+};
+
+struct ShareArgs {
+    Mat teacher;
+    u64 lse;
+    u32 rows, cols;
+};
+
+struct CompareArgs {
+    Mat logits, gradient, teacher, outcomes;
+    // By state: log of the softmaxes' denominators over the draft's and the whole vocabulary.
+    u64 draft_lse, most, total, top;
+    u64 state_of_row, weights, ids;
+    u32 rows, cols, first_state;
+};
+
+struct WeightedArgs {
+    u64 out, weights;
+    Mat outcomes;
+    u32 rows;
+};
+
+struct Best {
+    float value;
+    u32 place;
+};
+
+__device__ __forceinline__ Best better(Best a, Best b) {
+    return b.value > a.value || (b.value == a.value && b.place < a.place) ? b : a;
+}
+
+// The first place of the largest value over a block, given to all threads.
+__device__ __forceinline__ Best block_best(Best mine) {
+    __shared__ Best parts[32];
+#pragma unroll
+    for (int step = 16; step > 0; step >>= 1)
+        mine = better(mine, {__shfl_xor_sync(FULL_WARP, mine.value, step),
+                             __shfl_xor_sync(FULL_WARP, mine.place, step)});
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    __syncthreads();
+    if (lane == 0) parts[warp] = mine;
+    __syncthreads();
+    mine = lane < blockDim.x / 32 ? parts[lane] : Best{-INFINITY_F, NONE};
+#pragma unroll
+    for (int step = 16; step > 0; step >>= 1)
+        mine = better(mine, {__shfl_xor_sync(FULL_WARP, mine.value, step),
+                             __shfl_xor_sync(FULL_WARP, mine.place, step)});
+    return mine;
+}
+
+template <int V>
+__device__ __forceinline__ Best row_best(const float* row, u32 cols) {
+    Best best = {-INFINITY_F, NONE};
+    for (u32 c = threadIdx.x * V; c < cols; c += blockDim.x * V) {
+        float x[V];
+        load(x, row + c);
+#pragma unroll
+        for (int i = 0; i < V; i++) best = better(best, {x[i], c + i});
+    }
+    return block_best(best);
+}
+
+template <int V>
+__device__ __forceinline__ float row_total(const float* row, u32 cols, float most) {
+    float sum = 0.0f;
+    for (u32 c = threadIdx.x * V; c < cols; c += blockDim.x * V) {
+        float x[V];
+        load(x, row + c);
+#pragma unroll
+        for (int i = 0; i < V; i++) sum += expf(x[i] - most);
+    }
+    return block_sum(sum);
+}
+
+// Takes a block of the vocabulary, from token `first`, into the running softmax of each row.
+template <int V>
+__device__ __forceinline__ void scan(const ScanArgs& a) {
+    i64 r = blockIdx.x;
+    const float* row = row_of<const float>(a.logits, r);
+    Best best = row_best<V>(row, a.cols);
+    float* most = reinterpret_cast<float*>(a.most) + r;
+    float* total = reinterpret_cast<float*>(a.total) + r;
+    float before = a.first ? *most : -INFINITY_F, old = a.first ? *total : 0.0f;
+    float peak = fmaxf(before, best.value);
+    float sum = row_total<V>(row, a.cols, peak);
+    __syncthreads();
+    if (threadIdx.x) return;
+    *total = (old == 0.0f ? 0.0f : old * expf(before - peak)) + sum;
+    *most = peak;
+    if (best.value > before || !a.first) reinterpret_cast<u32*>(a.top)[r] = a.first + best.place;
+}
+
+// Copies the logits of the draft's tokens out of a block of the vocabulary.
+extern "C" __global__ void train_pick(PickArgs a) {
+    const u32* ids = reinterpret_cast<const u32*>(a.ids) + a.begin;
+    const float* from = row_of<const float>(a.logits, blockIdx.x);
+    float* to = row_of<float>(a.out, blockIdx.x) + a.begin;
+    for (u32 c = threadIdx.x; c < a.count; c += blockDim.x) to[c] = from[ids[c] - a.first];
+}
+
+// Logarithm of the sum of exponentials of each row.
+template <int V>
+__device__ __forceinline__ void log_sum(const ShareArgs& a) {
+    const float* row = row_of<const float>(a.teacher, blockIdx.x);
+    float most = row_best<V>(row, a.cols).value;
+    float sum = row_total<V>(row, a.cols, most);
+    if (threadIdx.x == 0) reinterpret_cast<float*>(a.lse)[blockIdx.x] = most + logf(sum);
+}
+
+// Loss, overlap and rightness of each row, and the gradient of its weighted loss.
+template <typename T, int V>
+__device__ __forceinline__ void compare(const CompareArgs& a) {
+    i64 r = blockIdx.x;
+    u32 state = reinterpret_cast<const u32*>(a.state_of_row)[r] - a.first_state;
+    const float* z = row_of<const float>(a.logits, r);
+    const float* t = row_of<const float>(a.teacher, state);
+    float draft_lse = reinterpret_cast<const float*>(a.draft_lse)[state];
+    float full_lse = reinterpret_cast<const float*>(a.most)[state] +
+                     logf(reinterpret_cast<const float*>(a.total)[state]);
+    float weight = reinterpret_cast<const float*>(a.weights)[r];
+    // One pass with a running peak, as a row is long.
+    Best best = {-INFINITY_F, NONE};
+    float total = 0.0f, expected = 0.0f;
+    for (u32 c = threadIdx.x * V; c < a.cols; c += blockDim.x * V) {
+        float x[V], y[V];
+        load(x, z + c);
+        load(y, t + c);
+        Best before = best;
+#pragma unroll
+        for (int i = 0; i < V; i++) best = better(best, {x[i], c + i});
+        if (best.value > before.value) total *= expf(before.value - best.value);
+#pragma unroll
+        for (int i = 0; i < V; i++) {
+            total += expf(x[i] - best.value);
+            expected += expf(y[i] - draft_lse) * x[i];
+        }
+    }
+    Best whole = block_best(best);
+    total = block_sum(best.place == NONE ? 0.0f : total * expf(best.value - whole.value));
+    expected = block_sum(expected);
+    float lse = whole.value + logf(total), overlap = 0.0f;
+    for (u32 c = threadIdx.x * V; c < a.cols; c += blockDim.x * V) {
+        float x[V], y[V];
+        load(x, z + c);
+        load(y, t + c);
+#pragma unroll
+        for (int i = 0; i < V; i++) {
+            float q = expf(x[i] - lse);
+            overlap += fminf(expf(y[i] - full_lse), q);
+            x[i] = weight * (q - expf(y[i] - draft_lse));
+        }
+        if (a.gradient.address) store(row_of<T>(a.gradient, r) + c, x);
+    }
+    overlap = block_sum(overlap);
+    if (threadIdx.x) return;
+    float* outcome = row_of<float>(a.outcomes, r);
+    outcome[0] = lse - expected;
+    outcome[1] = overlap;
+    u32 guess = whole.place == NONE ? NONE : reinterpret_cast<const u32*>(a.ids)[whole.place];
+    outcome[2] = guess == reinterpret_cast<const u32*>(a.top)[state] ? 1.0f : 0.0f;
+}
+
+// Sum of the rows' weighted losses, by one block in a fixed order.
+extern "C" __global__ void train_weighted_loss(WeightedArgs a) {
+    float sum = 0.0f;
+    for (u32 r = threadIdx.x; r < a.rows; r += blockDim.x)
+        sum += row_of<const float>(a.outcomes, r)[0] * reinterpret_cast<const float*>(a.weights)[r];
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) *reinterpret_cast<float*>(a.out) = sum;
+}
+
+extern "C" __global__ void train_scan_v8(ScanArgs a) { scan<8>(a); }
+extern "C" __global__ void train_scan_v1(ScanArgs a) { scan<1>(a); }
+extern "C" __global__ void train_log_sum_v8(ShareArgs a) { log_sum<8>(a); }
+extern "C" __global__ void train_log_sum_v1(ShareArgs a) { log_sum<1>(a); }
+extern "C" __global__ void train_compare_bf16_v8(CompareArgs a) { compare<bf16, 8>(a); }
+extern "C" __global__ void train_compare_bf16_v1(CompareArgs a) { compare<bf16, 1>(a); }
+extern "C" __global__ void train_compare_f32_v8(CompareArgs a) { compare<float, 8>(a); }
+extern "C" __global__ void train_compare_f32_v1(CompareArgs a) { compare<float, 1>(a); }

@@ -1,0 +1,112 @@
+//! A stream that takes turns with another user of the same context, whose streams it can't see.
+//! Knows nothing of what either of them runs.
+
+use std::sync::Arc;
+
+use cudarc::driver::{CudaContext, CudaEvent, CudaStream, result, sys};
+
+use super::CudaError;
+
+/// A stream of our own in a context that somebody else uses too.
+#[derive(Debug)]
+pub struct SharedStream {
+    context: Arc<CudaContext>,
+    stream: Arc<CudaStream>,
+    before: CudaEvent,
+    after: CudaEvent,
+}
+
+fn wrong(operation: &'static str) -> impl FnOnce(result::DriverError) -> CudaError {
+    CudaError::driver(operation)
+}
+
+impl SharedStream {
+    /// A new stream in `context`.
+    pub fn new(context: &Arc<CudaContext>) -> Result<Self, CudaError> {
+        let flags = Some(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING);
+        let event = || context.new_event(flags).map_err(wrong("create an event"));
+        let stream = context.new_stream().map_err(wrong("create a stream"))?;
+        Ok(Self { context: context.clone(), stream, before: event()?, after: event()? })
+    }
+
+    /// The stream.
+    pub fn stream(&self) -> &Arc<CudaStream> {
+        &self.stream
+    }
+
+    /// What this stream is given from here on runs after everything the context was given before.
+    pub fn begin(&self) -> Result<(), CudaError> {
+        self.context.bind_to_thread().map_err(wrong("make the context current"))?;
+        // SAFETY: context and event are live; both calls only enqueue.
+        unsafe { sys::cuCtxRecordEvent(self.context.cu_ctx(), self.before.cu_event()).result() }
+            .map_err(wrong("record an event of the context (needs a driver for CUDA 12.5)"))?;
+        self.stream.wait(&self.before).map_err(wrong("wait for the context"))
+    }
+
+    /// What the context is given from here on runs after everything this stream was given before.
+    pub fn end(&self) -> Result<(), CudaError> {
+        self.after.record(&self.stream).map_err(wrong("record an event"))?;
+        // SAFETY: context and event are live; the call only enqueues.
+        unsafe { sys::cuCtxWaitEvent(self.context.cu_ctx(), self.after.cu_event()).result() }
+            .map_err(wrong("make the context wait (needs a driver for CUDA 12.5)"))
+    }
+
+    /// Waits for all work of the context, and gives free and all bytes of the device's memory.
+    pub fn settle(&self) -> Result<[usize; 2], CudaError> {
+        self.context.synchronize().map_err(wrong("wait for the context"))?;
+        let (free, all) = result::mem_get_info().map_err(wrong("size of the memory"))?;
+        Ok([free, all])
+    }
+}
+
+/// Measures parts of a stream's work by events.
+#[derive(Debug)]
+pub struct PartTimer {
+    context: Arc<CudaContext>,
+    /// Part, start and end.
+    spans: Vec<(usize, CudaEvent, CudaEvent)>,
+    open: Option<(usize, CudaEvent)>,
+}
+
+impl PartTimer {
+    /// A timer without measurements.
+    pub fn new(context: &Arc<CudaContext>) -> Self {
+        Self { context: context.clone(), spans: Vec::new(), open: None }
+    }
+
+    fn event(&self, stream: &CudaStream) -> Result<CudaEvent, CudaError> {
+        let flags = Some(sys::CUevent_flags::CU_EVENT_DEFAULT);
+        let event = self.context.new_event(flags).map_err(wrong("create an event"))?;
+        event.record(stream).map_err(wrong("record an event"))?;
+        Ok(event)
+    }
+
+    /// The stream's work from here on belongs to `part`.
+    pub fn start(&mut self, stream: &CudaStream, part: usize) -> Result<(), CudaError> {
+        self.stop(stream)?;
+        self.open = Some((part, self.event(stream)?));
+        Ok(())
+    }
+
+    /// Ends the part that was started, if any.
+    pub fn stop(&mut self, stream: &CudaStream) -> Result<(), CudaError> {
+        if let Some((part, start)) = self.open.take() {
+            let end = self.event(stream)?;
+            self.spans.push((part, start, end));
+        }
+        Ok(())
+    }
+
+    /// Milliseconds of each of `parts` parts so far, which are then forgotten. Waits for the work.
+    pub fn take(&mut self, parts: usize) -> Result<Vec<f64>, CudaError> {
+        let mut sums = vec![0.0; parts];
+        for (part, start, end) in std::mem::take(&mut self.spans) {
+            end.synchronize().map_err(wrong("wait for an event"))?;
+            let elapsed = start.elapsed_ms(&end).map_err(wrong("time between events"))?;
+            if let Some(sum) = sums.get_mut(part) {
+                *sum += f64::from(elapsed);
+            }
+        }
+        Ok(sums)
+    }
+}

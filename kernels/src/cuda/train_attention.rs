@@ -1,0 +1,329 @@
+//! Launches of the attention of the training-time test, forward and backward. Knows nothing of
+//! projections or of steps before.
+
+use super::views::HeadsArg;
+use super::{CudaError, DeviceHeads, DeviceVector, Dtype, Launcher, Shape, ensure};
+
+/// Widest head.
+const MAX_WIDTH: usize = 256;
+/// Most steps whose keys a row may have of its own.
+pub const MAX_OWN: usize = 15;
+
+/// Sizes and plan of an attention.
+#[derive(Clone, Copy, Debug)]
+pub struct TrainPlan {
+    /// Query heads.
+    pub heads: usize,
+    /// Key and value heads; divides `heads`.
+    pub kv_heads: usize,
+    /// Width of queries and keys.
+    pub qk_dim: usize,
+    /// Width of values.
+    pub v_dim: usize,
+    /// Factor on the scores.
+    pub scale: f32,
+    /// By query row the end of the step-0 keys it sees; ascending within a document.
+    pub visible: DeviceVector<u32>,
+    /// By document: first query, end of queries, first key, end of keys; row-major [documents, 4].
+    pub segments: DeviceVector<u32>,
+    /// Most queries and most keys of a document.
+    pub longest: [usize; 2],
+}
+
+/// Operands of one launch. All of one type.
+#[derive(Clone, Copy, Debug)]
+pub struct TrainOperands {
+    /// [queries, heads, qk_dim].
+    pub q: DeviceHeads,
+    /// Step-0 keys, [keys, kv_heads, qk_dim].
+    pub k: DeviceHeads,
+    /// Step-0 values, [keys, kv_heads, v_dim].
+    pub v: DeviceHeads,
+    /// [queries, heads, v_dim]: written by the forward pass, gradient of the output for the others.
+    pub out: DeviceHeads,
+    /// Logarithm of each softmax's denominator, row-major [queries, heads].
+    pub lse: DeviceVector<f32>,
+}
+
+/// What a row made itself at one step: keys, values and in which row they are.
+#[derive(Clone, Copy, Debug)]
+pub struct OwnStep {
+    /// [rows of the step, kv_heads, qk_dim].
+    pub keys: DeviceHeads,
+    /// [rows of the step, kv_heads, v_dim].
+    pub values: DeviceHeads,
+    /// By query row.
+    pub rows: DeviceVector<u32>,
+    /// What the gradients of keys and values are added to; only for the backward pass.
+    pub gradients: Option<[DeviceHeads; 2]>,
+}
+
+/// Gradient views of the own keys' launch.
+#[derive(Clone, Copy, Debug)]
+pub struct OwnGradient {
+    /// Gradient of the output, [queries, heads, v_dim].
+    pub d_out: DeviceHeads,
+    /// Written: the own keys' part of the queries' gradient.
+    pub d_q: DeviceHeads,
+    /// Written: the output along its gradient, row-major [queries, heads].
+    pub delta: DeviceVector<f32>,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct TrainAttentionArgs {
+    q: HeadsArg,
+    k: HeadsArg,
+    v: HeadsArg,
+    out: HeadsArg,
+    d_first: HeadsArg,
+    d_second: HeadsArg,
+    lse: u64,
+    delta: u64,
+    visible: u64,
+    segments: u64,
+    heads: u32,
+    kv_heads: u32,
+    qk_dim: u32,
+    v_dim: u32,
+    accumulate: u32,
+    scale: f32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct OwnArgs {
+    q: HeadsArg,
+    out: HeadsArg,
+    d_out: HeadsArg,
+    d_q: HeadsArg,
+    keys: [HeadsArg; MAX_OWN],
+    values: [HeadsArg; MAX_OWN],
+    d_keys: [HeadsArg; MAX_OWN],
+    d_values: [HeadsArg; MAX_OWN],
+    own: [u64; MAX_OWN],
+    lse: u64,
+    delta: u64,
+    rows: u32,
+    heads: u32,
+    kv_heads: u32,
+    qk_dim: u32,
+    v_dim: u32,
+    steps: u32,
+    scale: f32,
+}
+
+const NONE: HeadsArg = HeadsArg { address: 0, row_stride: 0, head_stride: 0 };
+
+/// Which of the three kernels.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Pass {
+    Forward,
+    Keys,
+    Queries,
+}
+
+impl TrainPlan {
+    fn check(&self, x: &TrainOperands) -> Result<(), CudaError> {
+        let fits = self.heads > 0
+            && self.kv_heads > 0
+            && self.heads.is_multiple_of(self.kv_heads)
+            && (1..=MAX_WIDTH).contains(&self.qk_dim)
+            && (1..=MAX_WIDTH).contains(&self.v_dim)
+            && self.visible.len == x.q.rows
+            && x.out.rows == x.q.rows
+            && x.k.rows == x.v.rows
+            && x.lse.len == x.q.rows * self.heads
+            && self.segments.len.is_multiple_of(4)
+            && self.segments.len / 4 <= 65_535
+            && self.heads <= 65_535
+            && [x.k, x.v, x.out].iter().all(|view| view.dtype == x.q.dtype);
+        ensure(fits, || format!("{self:?} of {x:?}"))
+    }
+
+    /// Whether the tensor-core kernels take these shapes.
+    pub fn fits_mma(&self, views: &[&DeviceHeads]) -> bool {
+        views.iter().all(|view| view.dtype == Dtype::Bf16 && view.in_vectors())
+            && [(192, 128), (128, 128), (64, 64)].contains(&(self.qk_dim, self.v_dim))
+    }
+
+    /// Four values a step where widths and addresses allow it.
+    fn lanes(&self, views: &[&DeviceHeads]) -> usize {
+        let whole = |view: &&DeviceHeads| {
+            let bytes = 4 * view.dtype.size();
+            view.address.is_multiple_of(bytes as u64)
+                && view.row_stride.is_multiple_of(4)
+                && view.head_stride.is_multiple_of(4)
+        };
+        let widths = self.qk_dim.is_multiple_of(4) && self.v_dim.is_multiple_of(4);
+        if widths && views.iter().all(whole) { 4 } else { 1 }
+    }
+}
+
+impl Launcher<'_> {
+    /// Attention of the queries against the step-0 keys, with `lse`.
+    pub fn train_attention(&self, plan: &TrainPlan, x: &TrainOperands) -> Result<(), CudaError> {
+        self.attention_pass(plan, x, (Pass::Forward, [x.out, x.out], x.lse, false))
+    }
+
+    /// Gradients of step-0 keys and values, added to what is there. `x.out` is the gradient of the
+    /// output; `delta` comes from [`Launcher::own_gradient`].
+    pub fn train_attention_keys(
+        &self,
+        plan: &TrainPlan,
+        x: &TrainOperands,
+        delta: DeviceVector<f32>,
+        gradients: [DeviceHeads; 2],
+    ) -> Result<(), CudaError> {
+        self.attention_pass(plan, x, (Pass::Keys, gradients, delta, true))
+    }
+
+    /// Gradient of the queries through the step-0 keys, added to what is there.
+    pub fn train_attention_queries(
+        &self,
+        plan: &TrainPlan,
+        x: &TrainOperands,
+        delta: DeviceVector<f32>,
+        gradient: DeviceHeads,
+    ) -> Result<(), CudaError> {
+        self.attention_pass(plan, x, (Pass::Queries, [gradient, gradient], delta, true))
+    }
+
+    fn attention_pass(
+        &self,
+        plan: &TrainPlan,
+        x: &TrainOperands,
+        (pass, written, delta, accumulate): (Pass, [DeviceHeads; 2], DeviceVector<f32>, bool),
+    ) -> Result<(), CudaError> {
+        plan.check(x)?;
+        ensure(delta.len == x.lse.len, || format!("delta of {} values", delta.len))?;
+        let documents = plan.segments.len / 4;
+        if documents == 0 || x.q.rows == 0 {
+            return Ok(());
+        }
+        let views = [&x.q, &x.k, &x.v, &x.out, &written[0], &written[1]];
+        let (kind, longest, heads) = match pass {
+            Pass::Forward => ("", plan.longest[0], plan.heads),
+            Pass::Keys => ("_keys", plan.longest[1], plan.kv_heads),
+            Pass::Queries => ("_queries", plan.longest[0], plan.heads),
+        };
+        let (qk, v) = (plan.qk_dim, plan.v_dim);
+        let (name, rows, shared) = match plan.fits_mma(&views) {
+            true => {
+                // A tile of 128 rows and two of 64 columns, in bf16.
+                let resident = if pass == Pass::Forward { qk } else { qk + v };
+                let shared = 2 * (128 * resident + 2 * 64 * (qk + v));
+                (format!("train_attention{kind}_mma_{qk}_{v}"), 128, shared)
+            }
+            false => {
+                let (dtype, lanes) = (x.q.dtype.name(), plan.lanes(&views));
+                (format!("train_attention{kind}_any_{dtype}_v{lanes}"), 8, 0)
+            }
+        };
+        let args = TrainAttentionArgs {
+            q: x.q.arg(),
+            k: x.k.arg(),
+            v: x.v.arg(),
+            out: x.out.arg(),
+            d_first: written[0].arg(),
+            d_second: written[1].arg(),
+            lse: x.lse.address,
+            delta: delta.address,
+            visible: plan.visible.address,
+            segments: plan.segments.address,
+            heads: plan.heads as u32,
+            kv_heads: plan.kv_heads as u32,
+            qk_dim: qk as u32,
+            v_dim: v as u32,
+            accumulate: u32::from(accumulate),
+            scale: plan.scale,
+        };
+        let blocks = u32::try_from(longest.div_ceil(rows)).unwrap_or(u32::MAX);
+        let grid = (blocks, heads as u32, documents as u32);
+        self.launch(&name, Shape { grid, block: (256, 1, 1), shared: shared as u32 }, &args)
+    }
+
+    /// Takes the keys that rows made themselves into output and `lse` of the forward pass.
+    pub fn merge_own(
+        &self,
+        plan: &TrainPlan,
+        x: &TrainOperands,
+        own: &[OwnStep],
+    ) -> Result<(), CudaError> {
+        plan.check(x)?;
+        if own.is_empty() || x.q.rows == 0 {
+            return Ok(());
+        }
+        let (args, lanes) = own_args(plan, x, own, None)?;
+        let name = format!("train_attention_own_{}_v{lanes}", x.q.dtype.name());
+        self.launch(&name, Shape::new((x.q.rows * plan.heads).div_ceil(8), 256)?, &args)
+    }
+
+    /// `delta`, and the gradients through the own keys. `x.out` is the output itself. Needed
+    /// without own keys too: it writes zeros to `d_q` then.
+    pub fn own_gradient(
+        &self,
+        plan: &TrainPlan,
+        x: &TrainOperands,
+        own: &[OwnStep],
+        gradient: &OwnGradient,
+    ) -> Result<(), CudaError> {
+        plan.check(x)?;
+        if x.q.rows == 0 {
+            return Ok(());
+        }
+        let (args, lanes) = own_args(plan, x, own, Some(gradient))?;
+        let name = format!("train_attention_own_backward_{}_v{lanes}", x.q.dtype.name());
+        self.launch(&name, Shape::new((x.q.rows * plan.kv_heads).div_ceil(8), 256)?, &args)
+    }
+}
+
+fn own_args(
+    plan: &TrainPlan,
+    x: &TrainOperands,
+    own: &[OwnStep],
+    gradient: Option<&OwnGradient>,
+) -> Result<(OwnArgs, usize), CudaError> {
+    let mut views = vec![&x.q, &x.out];
+    for step in own {
+        views.extend([&step.keys, &step.values]);
+        views.extend(step.gradients.iter().flatten());
+    }
+    if let Some(gradient) = gradient {
+        views.extend([&gradient.d_out, &gradient.d_q]);
+    }
+    let fits = own.len() <= MAX_OWN
+        && views.iter().all(|view| view.dtype == x.q.dtype)
+        && own.iter().all(|step| step.rows.len == x.q.rows)
+        && own.iter().all(|step| step.gradients.is_some() == gradient.is_some())
+        && gradient.is_none_or(|g| g.delta.len == x.lse.len && g.d_q.rows == x.q.rows);
+    ensure(fits, || format!("{} own steps of {x:?}", own.len()))?;
+    let mut args = OwnArgs {
+        q: x.q.arg(),
+        out: x.out.arg(),
+        d_out: gradient.map_or(NONE, |g| g.d_out.arg()),
+        d_q: gradient.map_or(NONE, |g| g.d_q.arg()),
+        keys: [NONE; MAX_OWN],
+        values: [NONE; MAX_OWN],
+        d_keys: [NONE; MAX_OWN],
+        d_values: [NONE; MAX_OWN],
+        own: [0; MAX_OWN],
+        lse: x.lse.address,
+        delta: gradient.map_or(0, |g| g.delta.address),
+        rows: x.q.rows as u32,
+        heads: plan.heads as u32,
+        kv_heads: plan.kv_heads as u32,
+        qk_dim: plan.qk_dim as u32,
+        v_dim: plan.v_dim as u32,
+        steps: own.len() as u32,
+        scale: plan.scale,
+    };
+    for (at, step) in own.iter().enumerate() {
+        (args.keys[at], args.values[at]) = (step.keys.arg(), step.values.arg());
+        args.own[at] = step.rows.address;
+        if let Some([keys, values]) = step.gradients {
+            (args.d_keys[at], args.d_values[at]) = (keys.arg(), values.arg());
+        }
+    }
+    Ok((args, plan.lanes(&views)))
+}

@@ -1,0 +1,153 @@
+//! Damage and what can be done about it, on the real binaries: repair, rebuild, seal, and data that
+//! training must not touch.
+
+#![allow(clippy::unwrap_used, clippy::disallowed_methods, reason = "a failed test may panic")]
+
+use std::fs;
+use std::path::Path;
+
+use aerie_tests::{extractor, small, trainer};
+
+/// A data set of several shards with rejects, a duplicate and a twin that nobody touches.
+fn two_data_sets(dir: &Path) {
+    small::write_prompts(dir, 24);
+    small::run(dir, "ds").expect_code(0);
+    small::run(dir, "twin").expect_code(0);
+}
+
+fn flip_last_byte(path: &Path) {
+    let mut bytes = fs::read(path).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    fs::write(path, bytes).unwrap();
+}
+
+fn rows(dir: &Path, dataset: &str, sql: &str) -> String {
+    extractor(dir, &["query", dataset, "--json", "--sql", sql]).expect_code(0).stdout
+}
+
+const SOURCES: &str = "SELECT * FROM source ORDER BY file, line";
+const SAMPLES: &str = "SELECT * FROM sample ORDER BY id";
+
+#[test]
+fn a_damaged_shard_is_refused_by_training_then_repaired_and_extracted_again() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path();
+    two_data_sets(dir);
+    flip_last_byte(&dir.join("ds/shards/shard-000001.safetensors"));
+
+    let fit = ["fit", "--dataset", "ds", "--run-dir", "run", "--max-steps", "1"];
+    let refused = trainer(dir, &fit).expect_code(65);
+    assert!(refused.stderr.contains("shard-000001.safetensors: digest"), "{refused:?}");
+    assert!(!dir.join("run/checkpoints/step-00000001").exists());
+
+    extractor(dir, &["audit", "ds", "--verify", "all"]).expect_code(1);
+    extractor(dir, &["audit", "ds", "--verify", "all", "--repair"]).expect_code(2);
+    let repaired = ["audit", "ds", "--verify", "all", "--repair", "--yes"];
+    let repaired = extractor(dir, &repaired).expect_code(0);
+    assert!(!repaired.stdout.contains(" + 0 pending"), "{repaired:?}");
+    assert!(dir.join("ds/quarantine/shard-000001.safetensors").is_file());
+    small::run(dir, "ds").expect_code(0);
+    small::assert_clean(dir, "ds");
+    let ids = |dataset: &str| small::contents(&dir.join(dataset)).into_keys().collect::<Vec<_>>();
+    assert_eq!(ids("ds"), ids("twin"));
+    trainer(dir, &fit).expect_code(0);
+}
+
+#[test]
+fn training_without_verification_is_possible_when_asked_for() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path();
+    two_data_sets(dir);
+    // The lowest bit of one state: nothing but the digest can tell.
+    let shard = dir.join("ds/shards/shard-000001.safetensors");
+    let mut bytes = fs::read(&shard).unwrap();
+    let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let state = (8 + header + bytes.len()) / 2 / 2 * 2;
+    bytes[state] ^= 1;
+    fs::write(&shard, bytes).unwrap();
+    let fit = ["fit", "--dataset", "ds", "--run-dir", "run", "--max-steps", "1", "--verify"];
+    trainer(dir, &[&fit[..], &["first"]].concat()).expect_code(65);
+    trainer(dir, &[&fit[..], &["never"]].concat()).expect_code(0);
+    trainer(dir, &[&fit[..], &["sometimes"]].concat()).expect_code(78);
+}
+
+#[test]
+fn a_lost_manifest_stops_the_next_run_and_is_rebuilt() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path();
+    two_data_sets(dir);
+    for suffix in ["", "-wal", "-shm"] {
+        let _ = fs::remove_file(dir.join(format!("ds/manifest.sqlite{suffix}")));
+    }
+    let refused = small::run(dir, "ds").expect_code(65);
+    assert!(refused.stderr.contains("extractor rebuild"), "{refused:?}");
+    extractor(dir, &["rebuild", "ds"]).expect_code(0);
+    extractor(dir, &["rebuild", "ds"]).expect_code(78);
+    // No sample is extracted again; the lines find theirs.
+    let again = extractor(dir, &small::run_args_with("ds", &["--limit", "100"])).expect_code(0);
+    assert!(again.stdout.starts_with("0 samples"), "{again:?}");
+    for sql in [SOURCES, SAMPLES] {
+        assert_eq!(rows(dir, "ds", sql), rows(dir, "twin", sql));
+    }
+    small::assert_clean(dir, "ds");
+    assert!(small::contents(&dir.join("ds")) == small::contents(&dir.join("twin")));
+}
+
+#[test]
+fn a_sealed_data_set_is_read_and_trained_on_but_not_written() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path();
+    two_data_sets(dir);
+    extractor(dir, &["seal", "ds"]).expect_code(0);
+    assert!(!dir.join("ds/manifest.sqlite-wal").exists());
+    let refused = small::run(dir, "ds").expect_code(78);
+    assert!(refused.stderr.contains("was sealed"), "{refused:?}");
+    small::assert_clean(dir, "ds");
+    let fit = ["fit", "--dataset", "ds", "--run-dir", "run", "--max-steps", "1"];
+    trainer(dir, &fit).expect_code(0);
+}
+
+#[test]
+fn a_target_head_that_is_not_finite_is_refused() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path();
+    two_data_sets(dir);
+    let head = dir.join("ds/target/head.safetensors");
+    fill(&head, |_| [0xc0, 0x7f]);
+    let fit = ["fit", "--dataset", "ds", "--run-dir", "run", "--max-steps", "3"];
+    let refused = trainer(dir, &fit).expect_code(65);
+    assert!(refused.stderr.contains("not finite"), "{refused:?}");
+}
+
+/// Replaces every 2-byte value behind the header.
+fn fill(path: &Path, value: impl Fn([u8; 2]) -> [u8; 2]) {
+    let mut bytes = fs::read(path).unwrap();
+    let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    for pair in bytes[8 + header..].chunks_exact_mut(2) {
+        pair.copy_from_slice(&value([pair[0], pair[1]]));
+    }
+    fs::write(path, bytes).unwrap();
+}
+
+#[test]
+fn a_loss_that_is_no_number_stops_training_and_leaves_the_good_checkpoint() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path();
+    two_data_sets(dir);
+    let settings = "[data]\ndataset = \"ds\"\nheld_out = 0\nmax_tokens = 128\n\
+        [draft]\nintermediate_size = 32\n[train]\nepochs = 9\nmax_steps = 9\nttt_steps = 2\n\
+        lr = 1e30\nclip = 0\nwarmup_steps = 0\n\
+        [checkpoint]\nrun_dir = \"run\"\ncheckpoint_every = 1\n";
+    fs::write(dir.join("fit.toml"), settings).unwrap();
+    let stopped = trainer(dir, &["fit", "--config", "fit.toml"]).expect_code(65);
+    assert!(stopped.stderr.contains("finite") || stopped.stderr.contains("NaN"), "{stopped:?}");
+    let mut steps: Vec<_> = fs::read_dir(dir.join("run/checkpoints"))
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    steps.sort();
+    assert!(!steps.is_empty() && steps.iter().all(|name| name.starts_with("step-")), "{steps:?}");
+    // The step that blew up is not among them, and the newest still has its digests.
+    let metrics = fs::read_to_string(dir.join("run/metrics.jsonl")).unwrap();
+    assert_eq!(*steps.last().unwrap(), format!("step-{:08}", metrics.lines().count()));
+}

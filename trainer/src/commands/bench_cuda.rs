@@ -1,0 +1,194 @@
+//! `trainer bench --device cuda`: whole optimizer steps on a GPU, what their time is spent on, and
+//! the floor that the products alone would take.
+
+use std::io::Write;
+use std::time::Instant;
+
+use burn::backend::cuda::CudaDevice;
+use burn::backend::{Autodiff, Cuda};
+use burn::tensor::{DType, Distribution, FloatDType, Tensor};
+use kernels::cuda::CudaError;
+use trainer::cuda::{Part, settle, start_timer, take_times, tensor_memory};
+use trainer::draft::ParamShapeError;
+use trainer::optimizer::{AdamW, AdamWConfig};
+use trainer::{
+    DraftOps, DraftVocabulary, Eagle3Draft, FrozenTarget, Param, TargetWeights, TrainBatch,
+    TttOptions, ttt_step,
+};
+
+use super::bench::BenchArgs;
+
+type B = Autodiff<Cuda>;
+
+const ADAMW: AdamWConfig =
+    AdamWConfig { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.0, clip: 0.5 };
+/// Side of the square product that shows what the GPU can do.
+const SQUARE: usize = 8192;
+
+/// Draft, target and batch of the bench.
+struct Setting {
+    draft: Eagle3Draft<Cuda>,
+    optimizer: AdamW<Cuda>,
+    target: FrozenTarget<B>,
+    batch: TrainBatch<B>,
+    options: TttOptions,
+}
+
+/// Milliseconds of one step.
+struct Timed {
+    whole: f64,
+    parts: Vec<f64>,
+    loss: f64,
+    /// Bytes of tensors after the forward pass.
+    tensors: u64,
+}
+
+fn random(
+    [rows, cols]: [usize; 2],
+    spread: f64,
+    (device, dtype): (&CudaDevice, FloatDType),
+) -> Tensor<Cuda, 2> {
+    let float = (device, DType::F32);
+    let random = |rows| {
+        Tensor::<Cuda, 2>::random([rows, cols], Distribution::Normal(0.0, spread), float)
+            .cast(dtype)
+    };
+    // Large matrices repeat a part, so that no f32 copy of the whole is ever there.
+    match rows % 16 {
+        0 if rows >= 65_536 => random(rows / 16).repeat_dim(0, 16),
+        _ => random(rows),
+    }
+}
+
+impl Setting {
+    fn new(args: &BenchArgs, place: (&CudaDevice, FloatDType)) -> anyhow::Result<Self> {
+        let (device, _) = place;
+        let exact = (device, FloatDType::F32);
+        let draft = Eagle3Draft::<Cuda>::from_parameters::<ParamShapeError>(
+            args.config(),
+            &mut |_, shape| {
+                Ok(match *shape {
+                    [rows, cols] => Param::Matrix(random([rows, cols], 0.02, exact)),
+                    _ => Param::Vector(Tensor::ones([shape[0]], (device, DType::F32))),
+                })
+            },
+        )?;
+        let optimizer = AdamW::new(ADAMW, &draft);
+        let (optimizer, draft) = optimizer.with_working_copy(draft, place.1);
+        let matrix = |shape, spread| Tensor::<B, 2>::from_inner(random(shape, spread, place));
+        let weights = TargetWeights {
+            embed_tokens: matrix([args.vocab, args.hidden], 0.02),
+            norm: Tensor::ones([args.hidden], (device, DType::F32)),
+            norm_eps: 1e-5,
+            lm_head: matrix([args.vocab, args.hidden], 0.02),
+        };
+        let every = (args.vocab / args.draft_vocab).max(1) as u32;
+        let ids: Vec<u32> = (0..args.draft_vocab as u32).map(|id| id * every).collect();
+        let vocabulary = DraftVocabulary::from_targets(&ids, args.vocab)?;
+        let aux = matrix([args.tokens, 3 * args.hidden], 1.0);
+        let last_hidden = matrix([args.tokens, args.hidden], 1.0);
+        Ok(Self {
+            draft,
+            optimizer,
+            target: FrozenTarget::new(weights, vocabulary)?,
+            batch: TrainBatch::new(args.tokens()?, aux, last_hidden)?,
+            options: TttOptions { teacher_rows: args.teacher_rows.max(2048), ..args.options() },
+        })
+    }
+
+    /// A whole optimizer step, as `trainer fit` takes it.
+    fn step(&mut self, device: &CudaDevice) -> anyhow::Result<Timed> {
+        let clock = Instant::now();
+        let tracked = Eagle3Draft::<B>::tracked(&self.draft);
+        let mut output = ttt_step(&tracked, &self.target, &self.batch, &self.options)?;
+        let [tensors, _] = tensor_memory(device);
+        let mut gradients = output.loss.backward();
+        output.fetch();
+        let gradients = tracked.gradients(&mut gradients);
+        let (draft, _) = self.optimizer.update(&self.draft, gradients, 1e-4)?;
+        self.draft = draft;
+        let loss = output.metrics().loss(self.options.step_decay);
+        drop((output, tracked));
+        if let Some(fault) = <Cuda as DraftOps>::fault(device) {
+            return Err(fault.into());
+        }
+        settle(device)?;
+        let whole = clock.elapsed().as_secs_f64() * 1e3;
+        Ok(Timed { whole, parts: take_times(device)?, loss, tensors })
+    }
+}
+
+/// TFLOP/s of a square product of bf16 matrices, or of f32 ones.
+fn ceiling((device, dtype): (&CudaDevice, FloatDType)) -> Result<f64, CudaError> {
+    const TIMES: usize = 20;
+    let matrix = || random([SQUARE, SQUARE], 1.0, (device, dtype));
+    let (x, weight) = (matrix(), matrix());
+    drop(Cuda::project(x.clone(), weight.clone()));
+    settle(device)?;
+    take_times(device)?;
+    for _ in 0..TIMES {
+        drop(Cuda::project(x.clone(), weight.clone()));
+    }
+    let gemm = take_times(device)?.into_iter().sum::<f64>();
+    Ok(2.0 * (SQUARE as f64).powi(3) * TIMES as f64 / gemm / 1e9)
+}
+
+/// Prints times, rates, parts, floors and memory.
+pub(super) fn run(
+    args: &BenchArgs,
+    place: (&CudaDevice, FloatDType),
+    out: &mut dyn Write,
+) -> anyhow::Result<bool> {
+    let (device, _) = place;
+    let start = Instant::now();
+    let mut setting = Setting::new(args, place)?;
+    start_timer(device)?;
+    let first = setting.step(device)?;
+    let ready = start.elapsed().as_secs_f64();
+    let mut steps = (0..args.repeat.max(1) + 1)
+        .map(|_| setting.step(device))
+        .collect::<anyhow::Result<Vec<_>>>()?
+        .split_off(1);
+    let [free, all] = settle(device)?;
+    let [_, reserved] = tensor_memory(device);
+    steps.sort_by(|a, b| a.whole.total_cmp(&b.whole));
+    let (fastest, median) = (steps[0].whole, &steps[steps.len() / 2]);
+    let (sparse, dense) =
+        (args.flop(setting.batch.tokens(), args.dense), args.flop(setting.batch.tokens(), true));
+    drop(setting);
+    let limit = ceiling(place)?;
+    let floor = |flop: f64| flop / limit / 1e9;
+    let part = |part: Part| median.parts.get(part as usize).copied().unwrap_or(0.0);
+    let rest = median.whole - median.parts.iter().sum::<f64>();
+    writeln!(out, "loss             {:10.4} (first step {:.4})", median.loss, first.loss)?;
+    writeln!(out, "step             {:10.1} ms (fastest {fastest:.1})", median.whole)?;
+    writeln!(out, "tokens           {:10.0} /s", args.tokens as f64 / median.whole * 1e3)?;
+    for (name, which) in [
+        ("gemm", Part::Gemm),
+        ("attention", Part::Attention),
+        ("loss", Part::Loss),
+        ("optimizer", Part::Optimizer),
+        ("rows", Part::Rows),
+    ] {
+        writeln!(out, "  {name:<15}{:10.1} ms", part(which))?;
+    }
+    writeln!(out, "  {:<15}{rest:10.1} ms", "rest")?;
+    let speed = sparse / part(Part::Gemm).max(1e-9) / 1e9;
+    writeln!(out, "products         {:10.1} TFLOP a step, {speed:.0} TFLOP/s", sparse / 1e12)?;
+    writeln!(out, "gemm ceiling     {limit:10.1} TFLOP/s ({SQUARE}^3)")?;
+    let share = |flop: f64| 100.0 * floor(flop) / median.whole;
+    writeln!(out, "dense floor      {:10.1} ms, {:.1} % of the step", floor(dense), share(dense))?;
+    writeln!(
+        out,
+        "sparse floor     {:10.1} ms, {:.1} % of the step",
+        floor(sparse),
+        share(sparse)
+    )?;
+    let gb = |bytes: u64| bytes as f64 / 1e9;
+    writeln!(out, "tensors          {:10.2} GB after the forward pass", gb(median.tensors))?;
+    writeln!(out, "reserved for them{:10.2} GB", gb(reserved))?;
+    let used = (all - free) as u64;
+    writeln!(out, "device memory    {:10.2} GB in use of {:.1}", gb(used), gb(all as u64))?;
+    writeln!(out, "first step after {ready:10.1} s, itself {:.1} ms", first.whole)?;
+    Ok(true)
+}

@@ -1,0 +1,69 @@
+//! Where a command computes, and in which type.
+
+use burn::backend::cuda::CudaDevice;
+use burn::tensor::FloatDType;
+use trainer::config::{Compute, ConfigError};
+
+/// A device.
+#[derive(Clone, Debug)]
+pub(crate) enum Place {
+    Cpu,
+    Cuda(CudaDevice),
+}
+
+/// Device of a command.
+#[derive(clap::Args, Clone, Debug)]
+pub(crate) struct DeviceArgs {
+    /// cpu, cuda, or cuda:N for the GPU with that number.
+    #[arg(long, default_value = "cpu", value_name = "DEVICE", value_parser = parse)]
+    device: Asked,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Asked {
+    Cpu,
+    Cuda(usize),
+}
+
+fn parse(text: &str) -> Result<Asked, String> {
+    let number = |text: &str| text.parse().map_err(|_| format!("{text} is no number of a GPU"));
+    match text.split_once(':') {
+        None if text == "cpu" => Ok(Asked::Cpu),
+        None if text == "cuda" => Ok(Asked::Cuda(0)),
+        Some(("cuda", ordinal)) => Ok(Asked::Cuda(number(ordinal)?)),
+        _ => Err("expected cpu, cuda or cuda:N".to_owned()),
+    }
+}
+
+impl DeviceArgs {
+    /// Opens the device and settles the type; what is missing is an error with exit code 69.
+    pub(crate) fn open(&self, compute: Compute) -> anyhow::Result<(Place, FloatDType)> {
+        match (self.device, compute) {
+            (Asked::Cpu, Compute::Bf16) => Err(ConfigError::Value {
+                key: "train.compute".to_owned(),
+                value: "bf16".to_owned(),
+                expected: "f32 on the CPU; bf16 needs --device cuda".to_owned(),
+            }
+            .into()),
+            (Asked::Cpu, _) => Ok((Place::Cpu, FloatDType::F32)),
+            (Asked::Cuda(ordinal), compute) => {
+                let device = trainer::cuda::open(ordinal)?;
+                let dtype = match compute {
+                    Compute::F32 => FloatDType::F32,
+                    Compute::Auto | Compute::Bf16 => FloatDType::BF16,
+                };
+                Ok((Place::Cuda(device), dtype))
+            }
+        }
+    }
+}
+
+/// Parses `--compute`.
+pub(crate) fn parse_compute(text: &str) -> Result<Compute, String> {
+    match text {
+        "auto" => Ok(Compute::Auto),
+        "f32" => Ok(Compute::F32),
+        "bf16" => Ok(Compute::Bf16),
+        _ => Err("expected auto, f32 or bf16".to_owned()),
+    }
+}
