@@ -30,7 +30,8 @@ __device__ __forceinline__ void attend(const AttentionArgs& a) {
     u32 seen = keys + query + 1 >= queries ? keys + query + 1 - queries : 0;
     float* q = memory + warp * (MAX_WIDTH + 32);
     float* p = q + MAX_WIDTH;
-    for (u32 d = lane; d < a.qk_dim; d += 32) q[d] = to_float(head_of<T>(a.q, row, head)[d]) * a.scale;
+    for (u32 d = lane; d < a.qk_dim; d += 32)
+        q[d] = to_float(head_of<T>(a.q, row, head)[d]) * a.scale;
     __syncwarp();
     float out[MAX_WIDTH / 32] = {};
     float most = -INFINITY_F, sum = 0.0f;
@@ -70,8 +71,13 @@ __device__ __forceinline__ void attend(const AttentionArgs& a) {
         u32 d = i * 32 + lane;
         if (d < a.v_dim) from_float(to[d], sum > 0.0f || sum != sum ? out[i] / sum : 0.0f);
     }
-    if (a.lse && lane == 0) reinterpret_cast<float*>(a.lse)[row * a.heads + head] = most + logf(sum);
+    if (a.lse && lane == 0)
+        reinterpret_cast<float*>(a.lse)[row * a.heads + head] = most + logf(sum);
 }
 
-extern "C" __global__ void __launch_bounds__(128) attention_any_bf16(AttentionArgs a) { attend<bf16>(a); }
-extern "C" __global__ void __launch_bounds__(128) attention_any_f32(AttentionArgs a) { attend<float>(a); }
+extern "C" __global__ void __launch_bounds__(128) attention_any_bf16(AttentionArgs a) {
+    attend<bf16>(a);
+}
+extern "C" __global__ void __launch_bounds__(128) attention_any_f32(AttentionArgs a) {
+    attend<float>(a);
+}

@@ -20,7 +20,8 @@ __device__ __forceinline__ u32 shared_address(const void* p) {
 
 // Copies sixteen bytes, or writes zeros.
 __device__ __forceinline__ void copy_async(u32 to, const void* from, bool real) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                 "r"(real ? 16 : 0));
 }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
@@ -40,7 +41,8 @@ __device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], u32 addres
 }
 __device__ __forceinline__ void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -66,13 +68,15 @@ __device__ __forceinline__ void copy_tile(u32 to, Heads x, u32 head, i64 first, 
     for (u32 i = threadIdx.x; i < ROWS * (WIDTH / 8); i += THREADS) {
         u32 r = i / (WIDTH / 8), piece = i % (WIDTH / 8);
         bool real = first + r < end;
-        copy_async(to + place<WIDTH>(r, piece), base + (real ? first + r : first) * x.row_stride + piece * 8, real);
+        copy_async(to + place<WIDTH>(r, piece),
+                   base + (real ? first + r : first) * x.row_stride + piece * 8, real);
     }
 }
 
 // The same for keys whose last SHARED_WIDTH values all heads share.
 template <int WIDTH>
-__device__ __forceinline__ void copy_shared_keys(u32 to, Heads k, Heads shared, u32 head, i64 first, i64 end) {
+__device__ __forceinline__ void copy_shared_keys(u32 to, Heads k, Heads shared, u32 head, i64 first,
+                                                 i64 end) {
     const bf16* base = reinterpret_cast<const bf16*>(k.address) + head * k.head_stride;
     const bf16* rest = reinterpret_cast<const bf16*>(shared.address);
     constexpr u32 OWN = (WIDTH - SHARED_WIDTH) / 8;
@@ -95,12 +99,14 @@ struct Softmax {
 
 // Turns scores into weights, 2^(score * scale - most), and scales what was summed before.
 template <int N>
-__device__ __forceinline__ void soften(float (&s)[KEYS / 8][4], float (&o)[N][4], Softmax& soft, float scale) {
+__device__ __forceinline__ void soften(float (&s)[KEYS / 8][4], float (&o)[N][4], Softmax& soft,
+                                       float scale) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         float most = soft.most[half];
 #pragma unroll
-        for (int n = 0; n < KEYS / 8; n++) most = fmaxf(most, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
+        for (int n = 0; n < KEYS / 8; n++)
+            most = fmaxf(most, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
         most = fmaxf(most, __shfl_xor_sync(FULL_WARP, most, 1));
         most = fmaxf(most, __shfl_xor_sync(FULL_WARP, most, 2));
         // A row that has seen no key yet keeps minus infinity; its weights must not be NaN.
@@ -166,7 +172,9 @@ __device__ __forceinline__ void attend(const AttentionArgs& a) {
         commit();
     };
     auto copy_values = [&](i32 tile) {
-        if (tile < tiles) copy_tile<V, KEYS>(v_tiles + (tile & 1) * V_BYTES, a.v, kv_head, k_start + (i64)tile * KEYS, k_end);
+        if (tile < tiles)
+            copy_tile<V, KEYS>(v_tiles + (tile & 1) * V_BYTES, a.v, kv_head,
+                               k_start + (i64)tile * KEYS, k_end);
         commit();
     };
 
@@ -190,7 +198,8 @@ __device__ __forceinline__ void attend(const AttentionArgs& a) {
 #pragma unroll
                 for (int n = 0; n < KEYS / 16; n++) {
                     u32 b[4];
-                    load_matrices(b, k_tile + place<QK>(n * 16 + lane % 8 + (lane / 16) * 8, step * 2 + lane / 8 % 2));
+                    load_matrices(b, k_tile + place<QK>(n * 16 + lane % 8 + (lane / 16) * 8,
+                                                        step * 2 + lane / 8 % 2));
                     multiply_add(s[2 * n], q[step], b[0], b[1]);
                     multiply_add(s[2 * n + 1], q[step], b[2], b[3]);
                 }
@@ -215,13 +224,15 @@ __device__ __forceinline__ void attend(const AttentionArgs& a) {
             u32 v_tile = v_tiles + (tile & 1) * V_BYTES;
 #pragma unroll
             for (int step = 0; step < KEYS / 16; step++) {
-                u32 p[4] = {pack_bf16(s[2 * step][0], s[2 * step][1]), pack_bf16(s[2 * step][2], s[2 * step][3]),
+                u32 p[4] = {pack_bf16(s[2 * step][0], s[2 * step][1]),
+                            pack_bf16(s[2 * step][2], s[2 * step][3]),
                             pack_bf16(s[2 * step + 1][0], s[2 * step + 1][1]),
                             pack_bf16(s[2 * step + 1][2], s[2 * step + 1][3])};
 #pragma unroll
                 for (int n = 0; n < V / 16; n++) {
                     u32 b[4];
-                    load_matrices_transposed(b, v_tile + place<V>(step * 16 + lane % 16, n * 2 + lane / 16));
+                    load_matrices_transposed(
+                        b, v_tile + place<V>(step * 16 + lane % 16, n * 2 + lane / 16));
                     multiply_add(o[2 * n], p, b[0], b[1]);
                     multiply_add(o[2 * n + 1], p, b[2], b[3]);
                 }
@@ -238,7 +249,8 @@ __device__ __forceinline__ void attend(const AttentionArgs& a) {
         if (query >= queries) continue;
         i64 row = q_start + query;
         float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
-        bf16* to = reinterpret_cast<bf16*>(a.out.address) + row * a.out.row_stride + head * a.out.head_stride;
+        bf16* to = reinterpret_cast<bf16*>(a.out.address) + row * a.out.row_stride +
+                   head * a.out.head_stride;
 #pragma unroll
         for (int n = 0; n < V / 8; n++)
             *reinterpret_cast<u32*>(to + n * 8 + lane % 4 * 2) =
@@ -249,7 +261,16 @@ __device__ __forceinline__ void attend(const AttentionArgs& a) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_mma_192_128(AttentionArgs a) { attend<192, 128, false>(a); }
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_mma_192_128_shared(AttentionArgs a) { attend<192, 128, true>(a); }
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_mma_128_128(AttentionArgs a) { attend<128, 128, false>(a); }
-extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_mma_64_64(AttentionArgs a) { attend<64, 64, false>(a); }
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_mma_192_128(AttentionArgs a) {
+    attend<192, 128, false>(a);
+}
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    attention_mma_192_128_shared(AttentionArgs a) {
+    attend<192, 128, true>(a);
+}
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_mma_128_128(AttentionArgs a) {
+    attend<128, 128, false>(a);
+}
+extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_mma_64_64(AttentionArgs a) {
+    attend<64, 64, false>(a);
+}

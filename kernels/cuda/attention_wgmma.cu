@@ -1,7 +1,7 @@
-// Causal attention of packed sequences for Hopper (sm_90a): bf16, warpgroup products (wgmma), keys and
-// values of 128 positions in two stages each. A block takes 128 queries of one head: one warpgroup
-// copies, two compute 64 queries each. While the tensor cores multiply weights and values of one
-// tile, the softmax of the next runs. Twin: attention. Empty for other architectures.
+// Causal attention of packed sequences for Hopper (sm_90a): bf16, warpgroup products (wgmma), keys
+// and values of 128 positions in two stages each. A block takes 128 queries of one head: one
+// warpgroup copies, two compute 64 queries each. While the tensor cores multiply weights and values
+// of one tile, the softmax of the next runs. Twin: attention. Empty for other architectures.
 
 #if __CUDA_ARCH__ == 900 && defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -25,10 +25,13 @@ __device__ __forceinline__ u32 shared_address(const void* p) {
 }
 
 __device__ __forceinline__ void copy_async(u32 to, const void* from, bool real) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                 "r"(real ? 16 : 0)
                  : "memory");
 }
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void commit_copies() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
 template <int PENDING>
 __device__ __forceinline__ void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
@@ -48,7 +51,8 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
         "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
         "@done bra end;\n"
         "bra again;\n"
-        "end:\n}\n" ::"r"(barrier), "r"(parity)
+        "end:\n}\n" ::"r"(barrier),
+        "r"(parity)
         : "memory");
 }
 // Makes ordinary writes to shared memory visible to the tensor cores.
@@ -56,7 +60,9 @@ __device__ __forceinline__ void fence_for_products() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void products_begin() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void products_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
@@ -95,22 +101,22 @@ __device__ __forceinline__ void multiply_shared(float (&d)[64], u64 a, u64 b, in
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
         "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
         "}, %64, %65, keep, 1, 1, 0, 0;\n}\n"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
-          "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
-          "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]),
-          "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]),
-          "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]),
-          "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
-          "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]),
-          "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]),
-          "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+          "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+          "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+          "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+          "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
+          "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
+          "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
+          "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
+          "+f"(d[63])
         : "l"(a), "l"(b), "r"(keep));
 }
 
 // d = a b, plus d if `keep`: a [64, 16] in registers, b [16, 128] in shared memory, n along rows.
-__device__ __forceinline__ void multiply_registers(float (&d)[64], const u32 (&a)[4], u64 b, int keep) {
+__device__ __forceinline__ void multiply_registers(float (&d)[64], const u32 (&a)[4], u64 b,
+                                                   int keep) {
     asm volatile(
         "{\n.reg .pred keep;\n"
         "setp.ne.b32 keep, %69, 0;\n"
@@ -120,23 +126,24 @@ __device__ __forceinline__ void multiply_registers(float (&d)[64], const u32 (&a
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
         "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
         "}, {%64, %65, %66, %67}, %68, keep, 1, 1, 1;\n}\n"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
-          "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
-          "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]),
-          "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]),
-          "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]),
-          "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
-          "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]),
-          "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]),
-          "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+          "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+          "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+          "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+          "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
+          "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
+          "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
+          "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
+          "+f"(d[63])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));
 }
 
-// Starts to copy ROWS rows of 64 values, from row `first` on; rows from `end` on become zeros. Pieces of
-// sixteen bytes are exchanged within a row by its number modulo eight, as the swizzle wants.
-__device__ __forceinline__ void copy_block(u32 to, const bf16* base, i64 stride, i64 first, i64 end) {
+// Starts to copy ROWS rows of 64 values, from row `first` on; rows from `end` on become zeros.
+// Pieces of sixteen bytes are exchanged within a row by its number modulo eight, as the swizzle
+// wants.
+__device__ __forceinline__ void copy_block(u32 to, const bf16* base, i64 stride, i64 first,
+                                           i64 end) {
     u32 thread = threadIdx.x % 128, piece = thread % 8, row = thread / 8;
     to += row * 128 + ((piece ^ (row & 7)) << 4);
     const bf16* from = base + piece * 8;
@@ -183,7 +190,8 @@ struct Task {
 // The copies of a block, all 128 threads of a warpgroup. A full barrier is arrived at one copy
 // later, so that two are under way; each thread makes its own writes visible before it arrives.
 template <int QK, int V, bool SHARED>
-__device__ __forceinline__ void produce(const AttentionArgs& a, const Task& task, Memory<QK, V> memory) {
+__device__ __forceinline__ void produce(const AttentionArgs& a, const Task& task,
+                                        Memory<QK, V> memory) {
     copy_rows<QK>(memory.q(), a.q, task.head, task.q_start + task.first, task.q_end);
     commit_copies();
     u32 pending = memory.q_full();
@@ -195,7 +203,8 @@ __device__ __forceinline__ void produce(const AttentionArgs& a, const Task& task
         if constexpr (SHARED) {
             copy_rows<QK - SHARED_WIDTH>(memory.k(stage), a.k, task.kv_head, row, task.k_end);
             copy_block(memory.k(stage) + (QK - SHARED_WIDTH) / 64 * BLOCK_BYTES,
-                       reinterpret_cast<const bf16*>(a.k_shared.address), a.k_shared.row_stride, row, task.k_end);
+                       reinterpret_cast<const bf16*>(a.k_shared.address), a.k_shared.row_stride,
+                       row, task.k_end);
         } else {
             copy_rows<QK>(memory.k(stage), a.k, task.kv_head, row, task.k_end);
         }
@@ -232,13 +241,15 @@ struct Softmax {
     float most[2], sum[2], shrink[2];
 };
 
-// Turns scores into weights, 2^((score - most) * scale); `shrink` is what earlier sums are to be multiplied by.
+// Turns scores into weights, 2^((score - most) * scale); `shrink` is what earlier sums are to be
+// multiplied by.
 __device__ __forceinline__ void soften(float (&s)[64], Softmax& soft, float scale) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         float most = soft.most[half];
 #pragma unroll
-        for (int i = 0; i < 16; i++) most = fmaxf(most, fmaxf(s[4 * i + 2 * half], s[4 * i + 2 * half + 1]));
+        for (int i = 0; i < 16; i++)
+            most = fmaxf(most, fmaxf(s[4 * i + 2 * half], s[4 * i + 2 * half + 1]));
         most = fmaxf(most, __shfl_xor_sync(FULL_WARP, most, 1));
         most = fmaxf(most, __shfl_xor_sync(FULL_WARP, most, 2));
         // A row that has seen no key yet keeps minus infinity; its weights must not be NaN.
@@ -263,7 +274,8 @@ __device__ __forceinline__ void pack(u32 (&p)[8][4], const float (&s)[64]) {
 #pragma unroll
     for (int step = 0; step < 8; step++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) p[step][i] = pack_bf16(s[8 * step + 2 * i], s[8 * step + 2 * i + 1]);
+        for (int i = 0; i < 4; i++)
+            p[step][i] = pack_bf16(s[8 * step + 2 * i], s[8 * step + 2 * i + 1]);
 }
 
 __device__ __forceinline__ void release(u32 barrier) {
@@ -282,11 +294,12 @@ __device__ __forceinline__ void scores(float (&s)[64], u32 q, u32 k) {
 
 __device__ __forceinline__ void weigh(float (&o)[64], const u32 (&p)[8][4], u32 v) {
 #pragma unroll
-    for (int step = 0; step < 8; step++) multiply_registers(o, p[step], descriptor(v + step * 2048), 1);
+    for (int step = 0; step < 8; step++)
+        multiply_registers(o, p[step], descriptor(v + step * 2048), 1);
 }
 
-__device__ __forceinline__ void write(const AttentionArgs& a, const Task& task, const float (&o)[64],
-                                      const Softmax& soft, i32 first_query) {
+__device__ __forceinline__ void write(const AttentionArgs& a, const Task& task,
+                                      const float (&o)[64], const Softmax& soft, i32 first_query) {
     u32 lane = threadIdx.x % 32;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -296,19 +309,22 @@ __device__ __forceinline__ void write(const AttentionArgs& a, const Task& task, 
         i64 row = task.q_start + first_query + (i32)(lane / 4) + half * 8;
         if (row >= task.q_end) continue;
         float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
-        bf16* to = reinterpret_cast<bf16*>(a.out.address) + row * a.out.row_stride + task.head * a.out.head_stride;
+        bf16* to = reinterpret_cast<bf16*>(a.out.address) + row * a.out.row_stride +
+                   task.head * a.out.head_stride;
 #pragma unroll
         for (int n = 0; n < 16; n++)
             *reinterpret_cast<u32*>(to + n * 8 + lane % 4 * 2) =
                 pack_bf16(o[4 * n + 2 * half] * factor, o[4 * n + 2 * half + 1] * factor);
         if (a.lse && lane % 4 == 0)
-            reinterpret_cast<float*>(a.lse)[row * a.heads + task.head] = soft.most[half] * a.scale + logf(sum);
+            reinterpret_cast<float*>(a.lse)[row * a.heads + task.head] =
+                soft.most[half] * a.scale + logf(sum);
     }
 }
 
 // The computation of 64 queries, all 128 threads of warpgroup `group` = 0 or 1.
 template <int QK, int V>
-__device__ __forceinline__ void consume(const AttentionArgs& a, const Task& task, Memory<QK, V> memory, u32 group) {
+__device__ __forceinline__ void consume(const AttentionArgs& a, const Task& task,
+                                        Memory<QK, V> memory, u32 group) {
     u32 warp = threadIdx.x / 32 % 4;
     i32 first_query = task.first + (i32)group * 64 + (i32)warp * 16;
     i32 limit = first_query + task.ahead;
@@ -396,8 +412,15 @@ __device__ __forceinline__ void attend(const AttentionArgs& a) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1) attention_wgmma_192_128(AttentionArgs a) { attend<192, 128, false>(a); }
-extern "C" __global__ void __launch_bounds__(384, 1) attention_wgmma_192_128_shared(AttentionArgs a) { attend<192, 128, true>(a); }
-extern "C" __global__ void __launch_bounds__(384, 1) attention_wgmma_128_128(AttentionArgs a) { attend<128, 128, false>(a); }
+extern "C" __global__ void __launch_bounds__(384, 1) attention_wgmma_192_128(AttentionArgs a) {
+    attend<192, 128, false>(a);
+}
+extern "C" __global__ void __launch_bounds__(384, 1)
+    attention_wgmma_192_128_shared(AttentionArgs a) {
+    attend<192, 128, true>(a);
+}
+extern "C" __global__ void __launch_bounds__(384, 1) attention_wgmma_128_128(AttentionArgs a) {
+    attend<128, 128, false>(a);
+}
 
 #endif

@@ -84,8 +84,14 @@ __device__ __forceinline__ void load(float (&x)[8], const bf16* from) {
 __device__ __forceinline__ void load(float (&x)[8], const float* from) {
     float4 a = reinterpret_cast<const float4*>(from)[0];
     float4 b = reinterpret_cast<const float4*>(from)[1];
-    x[0] = a.x; x[1] = a.y; x[2] = a.z; x[3] = a.w;
-    x[4] = b.x; x[5] = b.y; x[6] = b.z; x[7] = b.w;
+    x[0] = a.x;
+    x[1] = a.y;
+    x[2] = a.z;
+    x[3] = a.w;
+    x[4] = b.x;
+    x[5] = b.y;
+    x[6] = b.z;
+    x[7] = b.w;
 }
 
 __device__ __forceinline__ void store(bf16* to, const float (&x)[8]) {
@@ -164,8 +170,7 @@ __device__ __forceinline__ u32 float_to_e4m3(float x) {
 }
 
 // `make` is called with every pair of types.
-#define FOR_TYPE_PAIRS(make) \
-    make(bf16, bf16) make(bf16, float) make(float, bf16) make(float, float)
+#define FOR_TYPE_PAIRS(make) make(bf16, bf16) make(bf16, float) make(float, bf16) make(float, float)
 #define NAME_bf16 bf16
 #define NAME_float f32
 #define JOIN2(a, b) a##_##b

@@ -55,7 +55,8 @@ struct Fp8Block {
 struct Nvfp4 {
     const DequantArgs& a;
     __device__ float scale(i64 r, u32 c) const {
-        return e4m3_to_float(reinterpret_cast<const u8*>(a.scale)[r * a.scale_cols + c / 16]) * a.global;
+        return e4m3_to_float(reinterpret_cast<const u8*>(a.scale)[r * a.scale_cols + c / 16]) *
+               a.global;
     }
     __device__ const u8* bytes(i64 r, u32 c) const {
         return reinterpret_cast<const u8*>(a.packed) + r * ((a.cols + 1) / 2) + c / 2;
@@ -92,12 +93,12 @@ __device__ __forceinline__ void decode(const DequantArgs& a) {
     }
 }
 
-#define MAKE_DEQUANT(name, Format, T)                                                            \
-    extern "C" __global__ void __launch_bounds__(256) KERNEL1(name, T, v8)(DequantArgs a) {      \
-        decode<Format, T, 8>(a);                                                                 \
-    }                                                                                            \
-    extern "C" __global__ void __launch_bounds__(256) KERNEL1(name, T, v1)(DequantArgs a) {      \
-        decode<Format, T, 1>(a);                                                                 \
+#define MAKE_DEQUANT(name, Format, T)                                                       \
+    extern "C" __global__ void __launch_bounds__(256) KERNEL1(name, T, v8)(DequantArgs a) { \
+        decode<Format, T, 8>(a);                                                            \
+    }                                                                                       \
+    extern "C" __global__ void __launch_bounds__(256) KERNEL1(name, T, v1)(DequantArgs a) { \
+        decode<Format, T, 1>(a);                                                            \
     }
 
 struct Int4RunArgs {
@@ -123,8 +124,9 @@ __device__ __forceinline__ uint4 decode_int4(u32 word, u32 scale) {
         u32 integers = fma_bf16x2(codes, 0x3f803f80u, 0xc308c308u);
         pairs[i] = fma_bf16x2(integers, scale, 0x80008000u);
     }
-    return make_uint4(__byte_perm(pairs[0], pairs[1], 0x5410), __byte_perm(pairs[2], pairs[3], 0x5410),
-                      __byte_perm(pairs[0], pairs[1], 0x7632), __byte_perm(pairs[2], pairs[3], 0x7632));
+    return make_uint4(
+        __byte_perm(pairs[0], pairs[1], 0x5410), __byte_perm(pairs[2], pairs[3], 0x5410),
+        __byte_perm(pairs[0], pairs[1], 0x7632), __byte_perm(pairs[2], pairs[3], 0x7632));
 }
 
 #define RUN_THREADS 1024
@@ -135,7 +137,8 @@ extern "C" __global__ void __launch_bounds__(RUN_THREADS) dequant_int4_run(Int4R
     const u16* scale = reinterpret_cast<const u16*>(a.scale);
     uint4* out = reinterpret_cast<uint4*>(a.out);
     u32 words = (u32)a.words, step = gridDim.x * RUN_THREADS * RUN_STEPS;
-    for (u32 start = blockIdx.x * RUN_THREADS * RUN_STEPS + threadIdx.x; start < words; start += step) {
+    for (u32 start = blockIdx.x * RUN_THREADS * RUN_STEPS + threadIdx.x; start < words;
+         start += step) {
         u32 word[RUN_STEPS], factor[RUN_STEPS];
         if (start + (RUN_STEPS - 1) * RUN_THREADS < words) {
 #pragma unroll

@@ -49,8 +49,10 @@ __device__ __forceinline__ Best warp_best(Best best) {
     return best;
 }
 
-// The best of the experts that are still open. NaN counts as minus infinity; `taken` marks closed ones.
-__device__ __forceinline__ Best best_open(const float* selection, const float* scores, u32 experts) {
+// The best of the experts that are still open. NaN counts as minus infinity; `taken` marks closed
+// ones.
+__device__ __forceinline__ Best best_open(const float* selection, const float* scores,
+                                          u32 experts) {
     u32 lane = threadIdx.x % 32;
     Best best = {0.0f, NONE};
     for (u32 e = lane; e < experts; e += 32) {
@@ -64,7 +66,8 @@ __device__ __forceinline__ Best best_open(const float* selection, const float* s
 }
 
 // Leaves open only the experts of the groups with the largest sums of their two best.
-__device__ __forceinline__ void close_groups(const RouteArgs& a, const float* selection, float* scores) {
+__device__ __forceinline__ void close_groups(const RouteArgs& a, const float* selection,
+                                             float* scores) {
     u32 lane = threadIdx.x % 32, size = a.experts / a.groups;
     Best mine = {0.0f, NONE};
     if (lane < a.groups) {
@@ -262,10 +265,18 @@ __device__ __forceinline__ void combine_rows(const CombineArgs& a) {
     store(row_of<U>(a.out, r) + c, sum);
 }
 
-#define MAKE_MOE(T, U)                                                                             \
-    extern "C" __global__ void KERNEL2(gather_rows, T, U, v8)(GatherArgs a) { gather<T, U, 8>(a); } \
-    extern "C" __global__ void KERNEL2(gather_rows, T, U, v1)(GatherArgs a) { gather<T, U, 1>(a); } \
-    extern "C" __global__ void KERNEL2(combine, T, U, v8)(CombineArgs a) { combine_rows<T, U, 8>(a); } \
-    extern "C" __global__ void KERNEL2(combine, T, U, v1)(CombineArgs a) { combine_rows<T, U, 1>(a); }
+#define MAKE_MOE(T, U)                                                        \
+    extern "C" __global__ void KERNEL2(gather_rows, T, U, v8)(GatherArgs a) { \
+        gather<T, U, 8>(a);                                                   \
+    }                                                                         \
+    extern "C" __global__ void KERNEL2(gather_rows, T, U, v1)(GatherArgs a) { \
+        gather<T, U, 1>(a);                                                   \
+    }                                                                         \
+    extern "C" __global__ void KERNEL2(combine, T, U, v8)(CombineArgs a) {    \
+        combine_rows<T, U, 8>(a);                                             \
+    }                                                                         \
+    extern "C" __global__ void KERNEL2(combine, T, U, v1)(CombineArgs a) {    \
+        combine_rows<T, U, 1>(a);                                             \
+    }
 
 FOR_TYPE_PAIRS(MAKE_MOE)

@@ -55,13 +55,19 @@ __device__ __forceinline__ void add_rms_norm_row(const NormArgs& a) {
     scale_row<T, U, V>(a, r, block_sum(sum));
 }
 
-#define MAKE_NORM(T, U)                                                                             \
-    extern "C" __global__ void KERNEL2(rms_norm, T, U, v8)(NormArgs a) { rms_norm_row<T, U, 8>(a); } \
+#define MAKE_NORM(T, U)                                                  \
+    extern "C" __global__ void KERNEL2(rms_norm, T, U, v8)(NormArgs a) { \
+        rms_norm_row<T, U, 8>(a);                                        \
+    }                                                                    \
     extern "C" __global__ void KERNEL2(rms_norm, T, U, v1)(NormArgs a) { rms_norm_row<T, U, 1>(a); }
 #define ADD_NORM(T, D, U, v) KERNEL2(JOIN(add_rms_norm, NAME_##T), D, U, v)
-#define MAKE_ADD_NORM(T, D, U)                                                                             \
-    extern "C" __global__ void ADD_NORM(T, D, U, v8)(NormArgs a) { add_rms_norm_row<T, D, U, 8>(a); } \
-    extern "C" __global__ void ADD_NORM(T, D, U, v1)(NormArgs a) { add_rms_norm_row<T, D, U, 1>(a); }
+#define MAKE_ADD_NORM(T, D, U)                                     \
+    extern "C" __global__ void ADD_NORM(T, D, U, v8)(NormArgs a) { \
+        add_rms_norm_row<T, D, U, 8>(a);                           \
+    }                                                              \
+    extern "C" __global__ void ADD_NORM(T, D, U, v1)(NormArgs a) { \
+        add_rms_norm_row<T, D, U, 1>(a);                           \
+    }
 #define MAKE_ADD_NORMS(D, U) MAKE_ADD_NORM(bf16, D, U) MAKE_ADD_NORM(float, D, U)
 
 FOR_TYPE_PAIRS(MAKE_NORM)

@@ -1,4 +1,5 @@
-// Rotary embedding in place, from precomputed cosines and sines; a thread for each pair. Twin: rope.
+// Rotary embedding in place, from precomputed cosines and sines; a thread for each pair. Twin:
+// rope.
 
 struct RopeArgs {
     Heads x;

@@ -1,5 +1,5 @@
-// Element-wise functions of rows: copy and conversion, sums, SiLU, zeros, embedding, and the split of latent
-// heads. Twins: reference::rows, activation.
+// Element-wise functions of rows: copy and conversion, sums, SiLU, zeros, embedding, and the split
+// of latent heads. Twins: reference::rows, activation.
 
 struct RowsArgs {
     Mat out, x, y;
@@ -98,18 +98,22 @@ __device__ __forceinline__ void expand_latent_rows(const LatentArgs& a) {
     store(to, x);
 }
 
-#define MAKE_PAIR(base, function, Args, T, U)                                        \
+#define MAKE_PAIR(base, function, Args, T, U)                                            \
     extern "C" __global__ void KERNEL2(base, T, U, v8)(Args a) { function<T, U, 8>(a); } \
     extern "C" __global__ void KERNEL2(base, T, U, v1)(Args a) { function<T, U, 1>(a); }
 #define MAKE_COPY(T, U) MAKE_PAIR(copy, copy_rows, RowsArgs, T, U)
 #define MAKE_ADD(T, U) MAKE_PAIR(add, add_rows, RowsArgs, T, U)
 #define MAKE_SILU(T, U) MAKE_PAIR(silu_mul, silu_mul_rows, RowsArgs, T, U)
 #define MAKE_EMBED(T, U) MAKE_PAIR(embed, embed_rows, EmbedArgs, T, U)
-#define MAKE_ONE(T)                                                                                  \
-    extern "C" __global__ void KERNEL2(zero, T, T, v8)(RowsArgs a) { zero_rows<T, 8>(a); }           \
-    extern "C" __global__ void KERNEL2(zero, T, T, v1)(RowsArgs a) { zero_rows<T, 1>(a); }           \
-    extern "C" __global__ void KERNEL1(expand_latent, T, v8)(LatentArgs a) { expand_latent_rows<T, 8>(a); } \
-    extern "C" __global__ void KERNEL1(expand_latent, T, v1)(LatentArgs a) { expand_latent_rows<T, 1>(a); }
+#define MAKE_ONE(T)                                                                        \
+    extern "C" __global__ void KERNEL2(zero, T, T, v8)(RowsArgs a) { zero_rows<T, 8>(a); } \
+    extern "C" __global__ void KERNEL2(zero, T, T, v1)(RowsArgs a) { zero_rows<T, 1>(a); } \
+    extern "C" __global__ void KERNEL1(expand_latent, T, v8)(LatentArgs a) {               \
+        expand_latent_rows<T, 8>(a);                                                       \
+    }                                                                                      \
+    extern "C" __global__ void KERNEL1(expand_latent, T, v1)(LatentArgs a) {               \
+        expand_latent_rows<T, 1>(a);                                                       \
+    }
 
 FOR_TYPE_PAIRS(MAKE_COPY)
 FOR_TYPE_PAIRS(MAKE_ADD)

@@ -73,10 +73,18 @@ __device__ __forceinline__ void stats_of_row(const StatsArgs& a) {
     if (threadIdx.x == 0) reinterpret_cast<Stats*>(a.per_row)[r] = mine;
 }
 
-extern "C" __global__ void __launch_bounds__(256) row_stats_bf16_v8(StatsArgs a) { stats_of_row<bf16, 8>(a); }
-extern "C" __global__ void __launch_bounds__(256) row_stats_bf16_v1(StatsArgs a) { stats_of_row<bf16, 1>(a); }
-extern "C" __global__ void __launch_bounds__(256) row_stats_f32_v8(StatsArgs a) { stats_of_row<float, 8>(a); }
-extern "C" __global__ void __launch_bounds__(256) row_stats_f32_v1(StatsArgs a) { stats_of_row<float, 1>(a); }
+extern "C" __global__ void __launch_bounds__(256) row_stats_bf16_v8(StatsArgs a) {
+    stats_of_row<bf16, 8>(a);
+}
+extern "C" __global__ void __launch_bounds__(256) row_stats_bf16_v1(StatsArgs a) {
+    stats_of_row<bf16, 1>(a);
+}
+extern "C" __global__ void __launch_bounds__(256) row_stats_f32_v8(StatsArgs a) {
+    stats_of_row<float, 8>(a);
+}
+extern "C" __global__ void __launch_bounds__(256) row_stats_f32_v1(StatsArgs a) {
+    stats_of_row<float, 1>(a);
+}
 
 extern "C" __global__ void __launch_bounds__(256) segment_stats(SegmentArgs a) {
     const Stats* per_row = reinterpret_cast<const Stats*>(a.per_row);
@@ -128,7 +136,15 @@ __device__ __forceinline__ void quantise_row(const QuantiseArgs& a) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256) quantise_fp8_bf16_v8(QuantiseArgs a) { quantise_row<bf16, 8>(a); }
-extern "C" __global__ void __launch_bounds__(256) quantise_fp8_bf16_v1(QuantiseArgs a) { quantise_row<bf16, 1>(a); }
-extern "C" __global__ void __launch_bounds__(256) quantise_fp8_f32_v8(QuantiseArgs a) { quantise_row<float, 8>(a); }
-extern "C" __global__ void __launch_bounds__(256) quantise_fp8_f32_v1(QuantiseArgs a) { quantise_row<float, 1>(a); }
+extern "C" __global__ void __launch_bounds__(256) quantise_fp8_bf16_v8(QuantiseArgs a) {
+    quantise_row<bf16, 8>(a);
+}
+extern "C" __global__ void __launch_bounds__(256) quantise_fp8_bf16_v1(QuantiseArgs a) {
+    quantise_row<bf16, 1>(a);
+}
+extern "C" __global__ void __launch_bounds__(256) quantise_fp8_f32_v8(QuantiseArgs a) {
+    quantise_row<float, 8>(a);
+}
+extern "C" __global__ void __launch_bounds__(256) quantise_fp8_f32_v1(QuantiseArgs a) {
+    quantise_row<float, 1>(a);
+}

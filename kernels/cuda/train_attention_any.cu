@@ -153,8 +153,10 @@ __device__ __forceinline__ void descend_queries(const TrainAttentionArgs& a) {
         blend(sum, 1.0f, k, weight * (along - delta) * a.scale);
     }
     T* to = head_row<T>(a.d_first, row, head);
-    if (a.accumulate) add<T, V>(to, a.qk_dim, sum);
-    else write<T, V>(to, a.qk_dim, sum);
+    if (a.accumulate)
+        add<T, V>(to, a.qk_dim, sum);
+    else
+        write<T, V>(to, a.qk_dim, sum);
 }
 
 template <typename T, int V>
@@ -167,8 +169,10 @@ __device__ __forceinline__ void descend_keys(const TrainAttentionArgs& a) {
     u32 low = segment.q_start, high = segment.q_end;
     while (low < high) {
         u32 middle = (low + high) / 2;
-        if (visible[middle] > key) high = middle;
-        else low = middle + 1;
+        if (visible[middle] > key)
+            high = middle;
+        else
+            low = middle + 1;
     }
     Part<V> k = read<T, V>(head_row<const T>(a.k, key, kv_head), a.qk_dim), d_key = {};
     Part<V> v = read<T, V>(head_row<const T>(a.v, key, kv_head), a.v_dim), d_value = {};
@@ -291,10 +295,10 @@ __device__ __forceinline__ void descend_own(const OwnArgs& a) {
     extern "C" __global__ void KERNEL1(base, T, suffix)(const __grid_constant__ Args a) { \
         function<T, V>(a);                                                                \
     }
-#define MAKE(base, function, Args)                                                           \
-    MAKE_ONE(base, function, Args, bf16, 4, v4)                                              \
-    MAKE_ONE(base, function, Args, bf16, 1, v1) MAKE_ONE(base, function, Args, float, 4, v4) \
-        MAKE_ONE(base, function, Args, float, 1, v1)
+#define MAKE(base, function, Args)              \
+    MAKE_ONE(base, function, Args, bf16, 4, v4) \
+    MAKE_ONE(base, function, Args, bf16, 1, v1) \
+    MAKE_ONE(base, function, Args, float, 4, v4) MAKE_ONE(base, function, Args, float, 1, v1)
 
 MAKE(train_attention_any, attend, TrainAttentionArgs)
 MAKE(train_attention_keys_any, descend_keys, TrainAttentionArgs)

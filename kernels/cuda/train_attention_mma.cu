@@ -284,8 +284,10 @@ __device__ __forceinline__ void descend(const TrainAttentionArgs& a) {
         u32 low = segment.q_start, high = segment.q_end;
         while (low < high) {
             u32 middle = (low + high) / 2;
-            if (visible[middle] > first) high = middle;
-            else low = middle + 1;
+            if (visible[middle] > first)
+                high = middle;
+            else
+                low = middle + 1;
         }
         col_start = low;
         col_stop = segment.q_end;

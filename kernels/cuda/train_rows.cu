@@ -188,10 +188,10 @@ __device__ __forceinline__ void multiply(const FactorArgs& a) {
 
 #define MAKE_ONE(base, function, Args, T, V, suffix) \
     extern "C" __global__ void KERNEL1(base, T, suffix)(Args a) { function<T, V>(a); }
-#define MAKE(base, function, Args)                                                           \
-    MAKE_ONE(base, function, Args, bf16, 8, v8)                                              \
-    MAKE_ONE(base, function, Args, bf16, 1, v1) MAKE_ONE(base, function, Args, float, 8, v8) \
-        MAKE_ONE(base, function, Args, float, 1, v1)
+#define MAKE(base, function, Args)              \
+    MAKE_ONE(base, function, Args, bf16, 8, v8) \
+    MAKE_ONE(base, function, Args, bf16, 1, v1) \
+    MAKE_ONE(base, function, Args, float, 8, v8) MAKE_ONE(base, function, Args, float, 1, v1)
 
 MAKE(train_norm_grad, norm_grad, NormGradArgs)
 MAKE(train_gate_grad, gate_grad, GateArgs)

@@ -17,7 +17,8 @@ pub enum CudaError {
     },
     /// There is no device of that number.
     #[error(
-        "device {ordinal} is asked for, {found} CUDA devices are here (CUDA_VISIBLE_DEVICES hides others)"
+        "device {ordinal} is asked for, {found} CUDA devices are here \
+         (CUDA_VISIBLE_DEVICES hides others)"
     )]
     NoDevice {
         /// Number that was asked for.
@@ -35,7 +36,8 @@ pub enum CudaError {
     },
     /// Memory is short.
     #[error(
-        "{needed} bytes are asked for, {free} are free on the device: make the batch smaller or use more GPUs"
+        "{needed} bytes are asked for, {free} are free on the device: make the batch smaller or \
+         use more GPUs"
     )]
     OutOfMemory {
         /// Bytes asked for.

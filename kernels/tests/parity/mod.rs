@@ -222,8 +222,8 @@ pub(crate) fn within(
     let last = wrong[wrong.len() - 1];
     let worst = wrong.iter().map(|&i| (got[i] - want[i]).abs()).fold(0.0, f32::max);
     Err(format!(
-        "{what}: {} of {} values wrong, the first at {first}: {} instead of {}, the last at {last}, \
-         worst difference {worst}",
+        "{what}: {} of {} values wrong, the first at {first}: {} instead of {}, the last at \
+         {last}, worst difference {worst}",
         wrong.len(),
         got.len(),
         got[first],
