@@ -15,11 +15,6 @@ pub const EXIT_STOPPED: u8 = 143;
 pub struct Shutdown(Arc<AtomicBool>);
 
 impl Shutdown {
-    /// A flag that nothing sets but [`Shutdown::request`].
-    pub fn never() -> Self {
-        Self::default()
-    }
-
     /// Listens for SIGINT and SIGTERM on a thread of its own.
     pub fn on_signals() -> std::io::Result<Self> {
         let shutdown = Self::default();

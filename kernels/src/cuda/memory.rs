@@ -127,24 +127,6 @@ impl PinnedBuffer {
         unsafe { result::memcpy_dtoh_async(target, address, stream.cu_stream()) }
             .map_err(CudaError::driver(format!("copy {bytes} bytes to pinned memory")))
     }
-
-    /// Starts to copy `bytes` from `offset` in the buffer to a device address. The buffer must
-    /// stay alive and unchanged until the stream has passed.
-    pub fn start_upload(
-        &self,
-        stream: &CudaStream,
-        offset: usize,
-        (address, bytes): (u64, usize),
-    ) -> Result<(), CudaError> {
-        let Some(source) = self.as_slice().get(offset..).and_then(|rest| rest.get(..bytes)) else {
-            let what = format!("{bytes} bytes from offset {offset} of {} pinned bytes", self.bytes);
-            return Err(CudaError::shape(what));
-        };
-        bind(stream)?;
-        // SAFETY: the source is page-locked; its life is the caller's promise.
-        unsafe { result::memcpy_htod_async(address, source, stream.cu_stream()) }
-            .map_err(CudaError::driver(format!("copy {bytes} bytes from pinned memory")))
-    }
 }
 
 impl Drop for PinnedBuffer {

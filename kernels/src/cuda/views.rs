@@ -66,14 +66,6 @@ impl DeviceMatrix {
         Self { address, rows: range.len(), ..self }
     }
 
-    /// The same memory as [rows, cols], where the rows have no gaps.
-    pub fn reshaped(self, [rows, cols]: [usize; 2]) -> Result<Self, CudaError> {
-        if self.row_stride != self.cols || rows * cols != self.rows * self.cols {
-            return Err(CudaError::shape(format!("{self:?} seen as [{rows}, {cols}]")));
-        }
-        Ok(Self { rows, cols, row_stride: cols, ..self })
-    }
-
     /// Shape, for messages and comparisons.
     pub fn shape(&self) -> [usize; 2] {
         [self.rows, self.cols]
