@@ -4,8 +4,6 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use super::CudaError;
-
 /// Type of the values of a matrix.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub enum Dtype {
