@@ -43,7 +43,7 @@ fn run_faulty(dir: &Path, faults: &[Fault]) -> Result<RunReport, PipelineError> 
         }
         Ok(Box::new(RankGroup::open(&options)?))
     };
-    run_with(&config(dir), &Shutdown::never(), &open)
+    run_with(&config(dir), &Shutdown::default(), &open)
 }
 
 fn on_rank_1(when: When, kind: Kind) -> Fault {
