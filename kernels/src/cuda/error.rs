@@ -76,6 +76,18 @@ pub enum CudaError {
         #[source]
         source: CublasError,
     },
+    /// A collective operation between GPUs was refused.
+    #[error("rank {rank}: {operation} of NCCL answered {code}: {meaning}")]
+    Nccl {
+        /// Which rank.
+        rank: usize,
+        /// Name of the operation.
+        operation: &'static str,
+        /// Name and number of the answer.
+        code: String,
+        /// What it means, and what to do.
+        meaning: &'static str,
+    },
     /// The caller's views do not fit together, or a kernel does not exist for them.
     #[error("a launch that can't be made (a bug of the caller): {0}")]
     Shape(String),
@@ -89,7 +101,7 @@ impl CudaError {
             | Self::NoDevice { .. }
             | Self::OldDevice { .. }
             | Self::OutOfMemory { .. } => 69,
-            Self::Driver { .. } => 75,
+            Self::Driver { .. } | Self::Nccl { .. } => 75,
             Self::Compile { .. } | Self::Blas { .. } | Self::Shape(_) => 70,
         }
     }
