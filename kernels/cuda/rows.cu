@@ -17,6 +17,14 @@ struct LatentArgs {
     u32 rows, heads, nope, rope, v;
 };
 
+struct ScaledArgs {
+    Mat out;
+    u64 codes;
+    i64 codes_stride;
+    u64 scales;
+    u32 rows, cols;
+};
+
 template <typename T, typename U, int V>
 __device__ __forceinline__ void copy_rows(const RowsArgs& a) {
     i64 r = tile_row(), c = tile_col<V>();
@@ -70,6 +78,24 @@ __device__ __forceinline__ void embed_rows(const EmbedArgs& a) {
     store(row_of<U>(a.out, r) + c, x);
 }
 
+// E4M3 codes times the scale of their row.
+template <typename T, int V>
+__device__ __forceinline__ void scaled_rows(const ScaledArgs& a) {
+    i64 r = tile_row(), c = tile_col<V>();
+    if (r >= a.rows || c >= a.cols) return;
+    const u8* codes = reinterpret_cast<const u8*>(a.codes) + r * a.codes_stride + c;
+    float scale = reinterpret_cast<const float*>(a.scales)[r], x[V];
+    if constexpr (V == 8) {
+        uint2 both = *reinterpret_cast<const uint2*>(codes);
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            x[i] = e4m3_to_float((i < 4 ? both.x : both.y) >> (i % 4 * 8) & 0xff) * scale;
+    } else {
+        x[0] = e4m3_to_float(codes[0]) * scale;
+    }
+    store(row_of<T>(a.out, r) + c, x);
+}
+
 // Along a row run all k_nope, then all copies of k_pe, then all values, so that neighbouring
 // threads mostly write neighbouring places.
 template <typename T, int V>
@@ -108,6 +134,12 @@ __device__ __forceinline__ void expand_latent_rows(const LatentArgs& a) {
 #define MAKE_ONE(T)                                                                        \
     extern "C" __global__ void KERNEL2(zero, T, T, v8)(RowsArgs a) { zero_rows<T, 8>(a); } \
     extern "C" __global__ void KERNEL2(zero, T, T, v1)(RowsArgs a) { zero_rows<T, 1>(a); } \
+    extern "C" __global__ void KERNEL1(dequant_fp8_rows, T, v8)(ScaledArgs a) {            \
+        scaled_rows<T, 8>(a);                                                              \
+    }                                                                                      \
+    extern "C" __global__ void KERNEL1(dequant_fp8_rows, T, v1)(ScaledArgs a) {            \
+        scaled_rows<T, 1>(a);                                                              \
+    }                                                                                      \
     extern "C" __global__ void KERNEL1(expand_latent, T, v8)(LatentArgs a) {               \
         expand_latent_rows<T, 8>(a);                                                       \
     }                                                                                      \

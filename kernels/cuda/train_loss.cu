@@ -26,6 +26,9 @@ struct CompareArgs {
     u64 draft_lse, most, total, top;
     u64 state_of_row, weights, ids;
     u32 rows, cols, first_state;
+    // 0: cross-entropy, 1: divergence, 2: divergence and overlap, weighted by exp(-eta overlap).
+    u32 loss;
+    float eta;
 };
 
 struct WeightedArgs {
@@ -134,7 +137,7 @@ __device__ __forceinline__ void compare(const CompareArgs& a) {
     float weight = reinterpret_cast<const float*>(a.weights)[r];
     // One pass with a running peak, as a row is long.
     Best best = {-INFINITY_F, NONE};
-    float total = 0.0f, expected = 0.0f;
+    float total = 0.0f, expected = 0.0f, entropy = 0.0f;
     for (u32 c = threadIdx.x * V; c < a.cols; c += blockDim.x * V) {
         float x[V], y[V];
         load(x, z + c);
@@ -145,30 +148,57 @@ __device__ __forceinline__ void compare(const CompareArgs& a) {
         if (best.value > before.value) total *= expf(before.value - best.value);
 #pragma unroll
         for (int i = 0; i < V; i++) {
+            float p = expf(y[i] - draft_lse);
             total += expf(x[i] - best.value);
-            expected += expf(y[i] - draft_lse) * x[i];
+            expected += p * x[i];
+            entropy -= p > 0.0f ? p * (y[i] - draft_lse) : 0.0f;
         }
     }
     Best whole = block_best(best);
     total = block_sum(best.place == NONE ? 0.0f : total * expf(best.value - whole.value));
     expected = block_sum(expected);
-    float lse = whole.value + logf(total), overlap = 0.0f;
+    float lse = whole.value + logf(total), overlap = 0.0f, share = 0.0f, along = 1.0f;
+    if (a.loss) entropy = block_sum(entropy);
+    if (a.loss == 2) {
+        // The gradient needs the overlap, and what the draft gives to tokens it gives too little.
+        for (u32 c = threadIdx.x * V; c < a.cols; c += blockDim.x * V) {
+            float x[V], y[V];
+            load(x, z + c);
+            load(y, t + c);
+#pragma unroll
+            for (int i = 0; i < V; i++) {
+                float q = expf(x[i] - lse), p = expf(y[i] - full_lse);
+                overlap += fminf(p, q);
+                share += q < p ? q : 0.0f;
+            }
+        }
+        overlap = block_sum(overlap);
+        share = block_sum(share);
+        along = expf(-a.eta * overlap);
+    }
+    float sum = 0.0f;
     for (u32 c = threadIdx.x * V; c < a.cols; c += blockDim.x * V) {
         float x[V], y[V];
         load(x, z + c);
         load(y, t + c);
 #pragma unroll
         for (int i = 0; i < V; i++) {
-            float q = expf(x[i] - lse);
-            overlap += fminf(expf(y[i] - full_lse), q);
-            x[i] = weight * (q - expf(y[i] - draft_lse));
+            float q = expf(x[i] - lse), p = expf(y[i] - full_lse);
+            sum += fminf(p, q);
+            float missed = q * (share - (q < p ? 1.0f : 0.0f));
+            x[i] = along * (q - expf(y[i] - draft_lse));
+            if (a.loss == 2) x[i] += (1.0f - along) * missed;
+            x[i] *= weight;
         }
         if (a.gradient.address) store(row_of<T>(a.gradient, r) + c, x);
     }
-    overlap = block_sum(overlap);
+    if (a.loss != 2) overlap = block_sum(sum);
     if (threadIdx.x) return;
     float* outcome = row_of<float>(a.outcomes, r);
-    outcome[0] = lse - expected;
+    float cross = lse - expected, divergence = cross - entropy;
+    outcome[0] = a.loss == 0   ? cross
+                 : a.loss == 1 ? divergence
+                               : along * divergence + (1.0f - along) * (1.0f - overlap);
     outcome[1] = overlap;
     u32 guess = whole.place == NONE ? NONE : reinterpret_cast<const u32*>(a.ids)[whole.place];
     outcome[2] = guess == reinterpret_cast<const u32*>(a.top)[state] ? 1.0f : 0.0f;

@@ -109,6 +109,13 @@ pub fn quantise_fp8_rows(x: &[f32], width: usize) -> (Vec<u8>, Vec<f32>) {
     (codes, scales)
 }
 
+/// Values code x scale of rows of E4M3 codes, one scale a row.
+pub fn dequant_fp8_rows(codes: &[u8], scales: &[f32]) -> Vec<f32> {
+    let width = codes.len() / scales.len().max(1);
+    let rows = codes.chunks(width.max(1)).zip(scales);
+    rows.flat_map(|(row, scale)| row.iter().map(move |&code| e4m3_to_f32(code) * scale)).collect()
+}
+
 /// Keys [rows, heads, nope + rope] and values [rows, heads, v] from `kv` [rows, heads, nope + v]
 /// and `k_pe` [rows, rope], `dims` being heads, nope, rope, v.
 pub fn expand_latent(

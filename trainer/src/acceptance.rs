@@ -1,15 +1,19 @@
 //! How many drafted tokens a target would accept, estimated on recorded text: the draft runs on
 //! the states and tokens of the data, as in training. Knows no target engine.
 
+mod chain;
+
 use serde::Serialize;
 
 use crate::batch::FrozenTarget;
-use crate::collate::{collate, plan};
+use crate::collate::{collate_plain, plan};
 use crate::dataset::{DatasetError, ManifestDataset};
 use crate::draft::Eagle3Draft;
 use crate::metrics::TttMetrics;
 use crate::ops::DraftOps;
 use crate::ttt::{TttError, TttOptions, ttt_step};
+
+pub use self::chain::chain_acceptance;
 
 /// Upper ends of the length buckets, in tokens of a sample; the last bucket has no end.
 const BUCKETS: [usize; 4] = [256, 1024, 4096, 16384];
@@ -133,12 +137,12 @@ fn run_samples<B: DraftOps>(
 ) -> Result<TttMetrics, EvaluateError> {
     let device = draft.device();
     let lengths: Vec<usize> = what.indices.iter().map(|&at| dataset.samples()[at].tokens).collect();
-    let mut reader = dataset.reader();
+    let reader = dataset.reader();
     let mut sums = TttMetrics::default();
     for batch in plan(what.indices, &lengths, what.max_tokens) {
         let documents: Vec<_> =
             batch.iter().map(|&at| reader.read(at)).collect::<Result<_, _>>()?;
-        let batch = collate(&documents)
+        let batch = collate_plain(&documents)
             .and_then(|host| host.to_device::<B>(&device, draft.dtype()))
             .map_err(DatasetError::from)?;
         sums.add(&ttt_step(draft, frozen, &batch, what.options)?.metrics());

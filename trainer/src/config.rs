@@ -154,6 +154,19 @@ pub enum MaskMode {
     SpecForge,
 }
 
+/// What is minimised on a trained row.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Loss {
+    /// Soft cross-entropy against the teacher.
+    #[default]
+    Ce,
+    /// Kullback-Leibler divergence: other values, the same gradients.
+    Kl,
+    /// Acceptance, with the divergence where acceptance is low.
+    Lk,
+}
+
 /// Type of states and products.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -171,8 +184,8 @@ pub enum Compute {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct TrainSection {
-    /// Passes over the training samples.
-    pub epochs: u64,
+    /// Passes over the training samples; a fraction ends within a pass.
+    pub epochs: f64,
     /// Upper limit of optimizer steps; 0 means no limit.
     pub max_steps: u64,
     /// Seed of the weights and of the order of samples.
@@ -201,6 +214,10 @@ pub struct TrainSection {
     pub step_decay: f64,
     /// Which rows are trained.
     pub mask_mode: MaskMode,
+    /// What is minimised on each.
+    pub loss: Loss,
+    /// How fast `lk` leaves the divergence as acceptance rises.
+    pub lk_eta: f64,
     /// Batches summed into one optimizer step.
     pub accumulate: usize,
     /// Type of states and products.
@@ -210,7 +227,7 @@ pub struct TrainSection {
 impl Default for TrainSection {
     fn default() -> Self {
         Self {
-            epochs: 1,
+            epochs: 1.0,
             max_steps: 0,
             seed: 0,
             lr: 1e-4,
@@ -225,6 +242,8 @@ impl Default for TrainSection {
             ttt_steps: 7,
             step_decay: 0.8,
             mask_mode: MaskMode::Chain,
+            loss: Loss::Ce,
+            lk_eta: 3.0,
             accumulate: 1,
             compute: Compute::Auto,
         }
@@ -255,7 +274,7 @@ impl FitConfig {
     /// Checks ranges that the types do not; the error names the key.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let (data, train, keep) = (&self.data, &self.train, &self.checkpoint);
-        let rules: [(bool, &str, String, &str); 16] = [
+        let rules: [(bool, &str, String, &str); 17] = [
             (
                 !data.dataset.as_os_str().is_empty(),
                 "data.dataset",
@@ -270,7 +289,7 @@ impl FitConfig {
             ),
             positive("data.max_tokens", data.max_tokens as u64),
             positive("data.prefetch", data.prefetch as u64),
-            positive("train.epochs", train.epochs),
+            positive_real("train.epochs", train.epochs),
             positive_real("train.lr", train.lr),
             unit("train.lr_floor", train.lr_floor),
             unit("train.beta1", train.beta1),
@@ -289,6 +308,7 @@ impl FitConfig {
                 "1 to 16",
             ),
             positive_real("train.step_decay", train.step_decay),
+            positive_real("train.lk_eta", train.lk_eta),
             positive("train.accumulate", train.accumulate as u64),
             (
                 !keep.run_dir.as_os_str().is_empty(),

@@ -151,18 +151,19 @@ impl ManifestDataset {
         let state = std::fs::metadata(reader.path())
             .ok()
             .map(|it| (file.to_owned(), it.ino(), it.len(), it.ctime(), it.ctime_nsec()));
-        let mut verified = self.verified.lock().unwrap_or_else(PoisonError::into_inner);
-        if state.as_ref().is_some_and(|state| verified.contains(state)) {
+        // Not held while reading: threads verify different shards at the same time.
+        let verified = || self.verified.lock().unwrap_or_else(PoisonError::into_inner);
+        if state.as_ref().is_some_and(|state| verified().contains(state)) {
             return Ok(());
         }
         reader.verify(digest)?;
-        verified.extend(state);
+        verified().extend(state);
         Ok(())
     }
 
-    /// A reader of samples with its own open shards.
+    /// A reader of samples with its own open shards, for any number of threads.
     pub fn reader(&self) -> SampleReader<'_> {
-        SampleReader { dataset: self, open: HashMap::new() }
+        SampleReader { dataset: self, open: Mutex::default() }
     }
 }
 
@@ -176,45 +177,64 @@ pub fn is_held_out(id: SampleId, share: f64) -> bool {
     ((u64::from_le_bytes(word) >> 11) as f64) < share * (1u64 << 53) as f64
 }
 
+/// An open shard once it is known to be that of the data set; held while it is being found out.
+type Opened = Arc<Mutex<Option<Arc<ShardReader>>>>;
+
 /// Reads samples of a data set, keeping some shards open.
 pub struct SampleReader<'a> {
     dataset: &'a ManifestDataset,
-    open: HashMap<String, ShardReader>,
+    open: Mutex<HashMap<String, Opened>>,
 }
 
 impl SampleReader<'_> {
     /// Ids, mask and states of the sample at an index of [`ManifestDataset::samples`], checked
     /// against the contract again.
-    pub fn read(&mut self, at: usize) -> Result<CapturedSample, DatasetError> {
+    pub fn read(&self, at: usize) -> Result<CapturedSample, DatasetError> {
         let id = self.dataset.samples[at].id;
-        Ok(self.shard(at)?.read(id)?)
+        self.with_shard(at, |shard| shard.read(id))
     }
 
     /// Ids and mask only.
-    pub fn read_tokens(&mut self, at: usize) -> Result<TokenSample, DatasetError> {
+    pub fn read_tokens(&self, at: usize) -> Result<TokenSample, DatasetError> {
         let id = self.dataset.samples[at].id;
-        Ok(self.shard(at)?.read_sample(id)?)
+        self.with_shard(at, |shard| shard.read_sample(id))
     }
 
-    fn shard(&mut self, at: usize) -> Result<&ShardReader, DatasetError> {
+    fn with_shard<T>(
+        &self,
+        at: usize,
+        read: impl FnOnce(&ShardReader) -> Result<T, ShardError>,
+    ) -> Result<T, DatasetError> {
         let file = &self.dataset.samples[at].shard_file;
-        if !self.open.contains_key(file) {
-            if self.open.len() >= OPEN_SHARDS {
-                self.open.clear();
+        let place = {
+            let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+            if !open.contains_key(file) && open.len() >= OPEN_SHARDS {
+                open.clear();
             }
-            let path = self.dataset.dir.shards().join(file);
-            let reader = ShardReader::open(&path, &HeaderLimits::SHARD)?;
-            if *reader.fingerprint() != self.dataset.fingerprint {
-                return Err(DatasetError::Fingerprint {
-                    shard: file.clone(),
-                    expected: self.dataset.fingerprint,
-                    found: *reader.fingerprint(),
-                });
+            open.entry(file.clone()).or_default().clone()
+        };
+        let shard = {
+            let mut place = place.lock().unwrap_or_else(PoisonError::into_inner);
+            match &*place {
+                Some(shard) => shard.clone(),
+                None => place.insert(Arc::new(self.open(file)?)).clone(),
             }
-            self.dataset.verify(&reader, file)?;
-            self.open.insert(file.clone(), reader);
+        };
+        Ok(read(&shard)?)
+    }
+
+    fn open(&self, file: &str) -> Result<ShardReader, DatasetError> {
+        let path = self.dataset.dir.shards().join(file);
+        let reader = ShardReader::open(&path, &HeaderLimits::SHARD)?;
+        if *reader.fingerprint() != self.dataset.fingerprint {
+            return Err(DatasetError::Fingerprint {
+                shard: file.to_owned(),
+                expected: self.dataset.fingerprint,
+                found: *reader.fingerprint(),
+            });
         }
-        self.open.get(file).ok_or_else(|| DatasetError::Closed { shard: file.clone() })
+        self.dataset.verify(&reader, file)?;
+        Ok(reader)
     }
 }
 
@@ -283,6 +303,15 @@ pub enum DatasetError {
     /// A batch whose parts do not fit.
     #[error(transparent)]
     Batch(#[from] crate::batch::BatchError),
+    /// Memory that batches are laid out in.
+    #[error(transparent)]
+    Room(#[from] crate::ops::DeviceFault),
+    /// Threads that the system does not give.
+    #[error("starting threads that read the data set: {reason}")]
+    Threads {
+        /// The system's words.
+        reason: String,
+    },
     /// The prefetching thread ended without a reason.
     #[error("the thread that reads the data set stopped unexpectedly")]
     Stopped,
@@ -294,6 +323,8 @@ impl DatasetError {
         match self {
             Self::Manifest(error) => error.exit_code(),
             Self::Shard(error) => error.exit_code(),
+            Self::Room(fault) => fault.exit_code,
+            Self::Threads { .. } => 75,
             Self::Closed { .. } | Self::Stopped => 70,
             _ => 65,
         }

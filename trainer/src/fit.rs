@@ -3,6 +3,7 @@
 
 mod error;
 mod session;
+mod stall;
 mod step;
 
 use std::path::PathBuf;
@@ -13,10 +14,12 @@ use serde::Serialize;
 
 pub use self::error::FitError;
 pub use self::session::{Session, frozen_target, mapping, ttt_options};
+pub use self::stall::InputTimes;
 pub use self::step::TrainState;
 use crate::acceptance::Evaluation;
 use crate::checkpoint::RunDir;
 use crate::config::FitConfig;
+use crate::input::InputOps;
 use crate::ops::DraftOps;
 use crate::run_log::RunLog;
 
@@ -40,6 +43,8 @@ pub struct FitReport {
     pub tokens: u64,
     /// Wall time of this process's loop.
     pub seconds: f64,
+    /// Of it, seconds spent waiting for input.
+    pub seconds_waited: f64,
     /// Share of the trained tokens the draft vocabulary covers.
     pub vocab_coverage: f64,
     /// Samples trained on and held out.
@@ -60,7 +65,7 @@ pub fn run<B>(
     (device, dtype): (&B::Device, FloatDType),
 ) -> Result<FitReport, FitError>
 where
-    B: AutodiffBackend + DraftOps,
+    B: AutodiffBackend + DraftOps + InputOps,
     B::InnerBackend: DraftOps,
 {
     config.validate()?;
@@ -68,7 +73,7 @@ where
     let _lock = run.claim()?;
     let session = Session::<B>::open(config, (device, dtype))?;
     let mut state = TrainState::start(&session, &run, start)?;
-    let mut loader = session.loader(state.loader);
+    let mut loader = session.loader(state.loader)?;
     let mut log = RunLog::open(&run.metrics(), state.step, session.total_steps)?;
     let clock = std::time::Instant::now();
     let (first_step, mut tokens) = (state.step, 0);
@@ -77,7 +82,9 @@ where
         let Some(group) = state.next_group(&mut loader, config.train.accumulate)? else { break };
         let outcome = state.train(&session, group)?;
         tokens += outcome.tokens;
-        log.record(state.step, outcome.record(tokens as f64 / clock.elapsed().as_secs_f64()))?;
+        let seconds = clock.elapsed().as_secs_f64();
+        let stall = state.input.share(seconds);
+        log.record(state.step, outcome.record(tokens as f64 / seconds, stall))?;
         let last = state.step == session.total_steps;
         let keep = &config.checkpoint;
         let mut improved = false;
@@ -93,9 +100,12 @@ where
             tracing::trace!(target: "aerie::steps", step = state.step, "prune");
             run.prune(keep.keep_last, state.best)?;
         }
-        log.progress(state.step, &outcome.summary(&state));
+        log.progress(state.step, &outcome.summary(&state, stall));
     }
     log.finish();
+    if let Some(why) = state.input.explain(clock.elapsed().as_secs_f64()) {
+        tracing::warn!("{why}");
+    }
     if run.steps()?.last() != Some(&state.step) {
         state.checkpoint(&session).save(&run)?;
     }
@@ -104,6 +114,7 @@ where
         new_steps: state.step - first_step,
         tokens,
         seconds: clock.elapsed().as_secs_f64(),
+        seconds_waited: state.input.waited(),
         vocab_coverage: session.vocab.coverage(),
         samples: (session.split.train.len(), session.split.held_out.len()),
         checkpoint: run.latest()?,

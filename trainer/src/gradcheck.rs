@@ -293,6 +293,9 @@ impl Case for Attention {
     }
 }
 
+const LOSSES: [LossKind; 3] =
+    [LossKind::SoftCrossEntropy, LossKind::KullbackLeibler, LossKind::Acceptance { eta: 3.0 }];
+
 struct Distill {
     rows: usize,
     states: usize,
@@ -300,12 +303,14 @@ struct Distill {
     /// Target and draft.
     vocabularies: [usize; 2],
     states_at_once: usize,
+    loss: LossKind,
 }
 
 impl Case for Distill {
     fn name(&self) -> String {
-        let Self { rows, states, width, vocabularies, states_at_once } = self;
-        format!("distill {rows}/{states} x {width}, {vocabularies:?}, {states_at_once} at once")
+        let Self { rows, states, width, vocabularies, states_at_once, loss } = self;
+        let sizes = format!("{rows}/{states} x {width}, {vocabularies:?}, {states_at_once}");
+        format!("distill {sizes} at once, {loss:?}")
     }
 
     fn run<B: Differentiable>(&self, runner: &Runner<B>) -> Values {
@@ -334,7 +339,7 @@ impl Case for Distill {
         let rows = DistillRows {
             weights: (0..self.rows).map(|row| (row % 5) as f32 * 0.1).collect(),
             states: of_row,
-            loss: LossKind::SoftCrossEntropy,
+            loss: self.loss,
             states_at_once: self.states_at_once,
         };
         let (hidden, weight) = (leaves[0].clone(), leaves[1].clone());
@@ -438,8 +443,10 @@ pub fn compare<B: Differentiable>(
     check!(wide);
     let vocabularies = [[61, 37], [520, 256], [1500, 999]];
     for vocabularies in vocabularies {
-        let states_at_once = 16;
-        check!(Distill { rows: 90, states: 41, width: 48, vocabularies, states_at_once });
+        for loss in LOSSES {
+            let states_at_once = 16;
+            check!(Distill { rows: 90, states: 41, width: 48, vocabularies, states_at_once, loss });
+        }
     }
     check!(Update([1, 5]), Update([33, 100]), Update([16, 256]));
     Ok(list)

@@ -14,6 +14,7 @@ pub mod export;
 pub mod fit;
 pub mod golden;
 pub mod gradcheck;
+pub mod input;
 pub mod live;
 pub mod loader;
 pub mod losses;
@@ -30,6 +31,7 @@ pub mod trained;
 pub mod ttt;
 mod unroll;
 pub mod vocab;
+pub mod world;
 
 pub use batch::{BatchTokens, FrozenTarget, TargetWeights, TrainBatch};
 pub use draft::{DraftConfig, DraftVocabulary, Eagle3Draft, Param};

@@ -1,14 +1,18 @@
-//! Batches in the order of (seed, epoch), read ahead by a thread, and where that order stands.
+//! Batches in the order of (seed, epoch), read ahead by threads, and where that order stands.
 //! Knows no model.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
+use std::time::Instant;
 
+use rayon::ThreadPool;
+use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use crate::collate::{HostBatch, collate, plan};
 use crate::dataset::{DatasetError, ManifestDataset};
+use crate::input::Rooms;
 
 /// Position in the order of batches: the next one to be trained on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -26,8 +30,8 @@ pub struct LoaderPlan {
     pub indices: Vec<usize>,
     /// Seed of the order.
     pub seed: u64,
-    /// Passes.
-    pub epochs: u64,
+    /// Passes; a fraction ends within a pass.
+    pub epochs: f64,
     /// Tokens of a batch.
     pub max_tokens: usize,
 }
@@ -40,46 +44,68 @@ impl LoaderPlan {
         plan(&order, &lengths, self.max_tokens)
     }
 
-    /// Groups of `accumulate` batches over all epochs; a group never spans two epochs.
+    /// Groups of `accumulate` batches over all epochs, at least one; a group never spans two epochs.
     pub fn total_steps(&self, dataset: &ManifestDataset, accumulate: usize) -> u64 {
         let groups = |epoch| self.batches(dataset, epoch).len().div_ceil(accumulate) as u64;
-        (0..self.epochs).map(groups).sum()
+        let whole: u64 = (0..self.epochs as u64).map(groups).sum();
+        let rest = self.epochs.fract() * groups(self.epochs as u64) as f64;
+        (whole + rest.round() as u64).max(1)
     }
 }
 
 /// A batch and the position after it.
 #[derive(Debug)]
-pub struct Loaded {
+pub struct Loaded<M = Vec<u8>> {
     /// The batch.
-    pub batch: HostBatch,
+    pub batch: HostBatch<M>,
     /// Position after it.
     pub next: LoaderState,
+    /// Seconds it took to read and lay out.
+    pub seconds: f64,
 }
 
-type Item = Result<Loaded, DatasetError>;
+type Item<M> = Result<Loaded<M>, DatasetError>;
 
-/// Reads batches ahead on a thread of its own, at most a given number.
+/// Reads batches ahead on threads of its own, at most a given number.
 #[derive(Debug)]
-pub struct Loader {
-    batches: Option<Receiver<Item>>,
+pub struct Loader<M = Vec<u8>> {
+    batches: Option<Receiver<Item<M>>>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Loader {
-    /// Starts reading at `state`, `prefetch` batches ahead.
-    pub fn start(
+/// How a loader reads.
+#[derive(Clone, Copy, Debug)]
+pub struct Reading {
+    /// Batches ahead.
+    pub prefetch: usize,
+    /// Threads.
+    pub threads: usize,
+}
+
+impl<M: AsRef<[u8]> + AsMut<[u8]> + Send + 'static> Loader<M> {
+    /// Starts reading at `state` into memory of `rooms`.
+    pub fn start<R: Rooms<Room = M>>(
         dataset: Arc<ManifestDataset>,
         plan: LoaderPlan,
         state: LoaderState,
-        prefetch: usize,
+        (reading, rooms): (Reading, R),
     ) -> Self {
-        let (sender, batches) = sync_channel(prefetch.max(1));
-        let thread = std::thread::spawn(move || read_ahead(&dataset, &plan, state, &sender));
+        let (sender, batches) = sync_channel(reading.prefetch.max(1));
+        let thread = std::thread::spawn(move || {
+            let threads = rayon::ThreadPoolBuilder::new().num_threads(reading.threads.max(1));
+            let outcome = match threads.build() {
+                Ok(threads) => read_ahead(&dataset, &plan, state, (&threads, &rooms, &sender)),
+                Err(error) => Err(DatasetError::Threads { reason: error.to_string() }),
+            };
+            if let Err(error) = outcome {
+                let _ = sender.send(Err(error));
+            }
+        });
         Self { batches: Some(batches), thread: Some(thread) }
     }
 
     /// The next batch; `None` after the last epoch.
-    pub fn next_batch(&mut self) -> Result<Option<Loaded>, DatasetError> {
+    pub fn next_batch(&mut self) -> Result<Option<Loaded<M>>, DatasetError> {
         let Some(batches) = &self.batches else { return Ok(None) };
         match batches.recv() {
             Ok(item) => item.map(Some),
@@ -95,7 +121,7 @@ impl Loader {
     }
 }
 
-impl Drop for Loader {
+impl<M> Drop for Loader<M> {
     fn drop(&mut self) {
         // Closing the channel first ends a thread that waits for room in it.
         self.batches = None;
@@ -105,30 +131,32 @@ impl Drop for Loader {
     }
 }
 
-fn read_ahead(
+fn read_ahead<R: Rooms>(
     dataset: &ManifestDataset,
     plan: &LoaderPlan,
     from: LoaderState,
-    sender: &SyncSender<Item>,
-) {
-    let mut reader = dataset.reader();
-    for epoch in from.epoch..plan.epochs {
+    (threads, rooms, sender): (&ThreadPool, &R, &SyncSender<Item<R::Room>>),
+) -> Result<(), DatasetError> {
+    let reader = dataset.reader();
+    for epoch in from.epoch..plan.epochs.ceil() as u64 {
         let batches = plan.batches(dataset, epoch);
         let skip = if epoch == from.epoch { from.position as usize } else { 0 };
         for (at, batch) in batches.iter().enumerate().skip(skip) {
+            let clock = Instant::now();
             let last = at + 1 == batches.len();
             let next = match last {
                 true => LoaderState { epoch: epoch + 1, position: 0 },
                 false => LoaderState { epoch, position: at as u64 + 1 },
             };
-            let documents: Result<Vec<_>, _> = batch.iter().map(|&at| reader.read(at)).collect();
-            let item = documents
-                .and_then(|documents| Ok(collate(&documents)?))
-                .map(|batch| Loaded { batch, next });
-            let failed = item.is_err();
-            if sender.send(item).is_err() || failed {
-                return;
+            let documents: Vec<_> = threads.install(|| {
+                batch.par_iter().map(|&at| reader.read(at)).collect::<Result<_, _>>()
+            })?;
+            let batch = collate(&documents, |bytes| Ok::<_, DatasetError>(rooms.take(bytes)?))?;
+            let seconds = clock.elapsed().as_secs_f64();
+            if sender.send(Ok(Loaded { batch, next, seconds })).is_err() {
+                return Ok(());
             }
         }
     }
+    Ok(())
 }

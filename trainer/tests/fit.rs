@@ -28,7 +28,7 @@ fn acceptance_rises_and_the_best_checkpoint_is_kept() {
     let (data, out) = (dir.path().join("data"), dir.path().join("run"));
     support::dataset(&data, 80);
     let mut config = support::config(&data, &out);
-    config.train.epochs = 6;
+    config.train.epochs = 6.0;
     config.checkpoint.eval_every = 20;
     config.checkpoint.checkpoint_every = 30;
     config.checkpoint.keep_last = 1;
@@ -55,7 +55,7 @@ fn resume_is_exact(layout: Layout, accumulate: usize) {
     support::dataset(&data, 40);
     let mut straight = support::config(&data, &dir.path().join("straight"));
     straight.draft.layout = layout;
-    straight.train.epochs = 2;
+    straight.train.epochs = 2.0;
     straight.train.accumulate = accumulate;
     straight.checkpoint.eval_every = 3;
     straight.checkpoint.checkpoint_every = 1;
@@ -123,7 +123,7 @@ fn resuming_at_every_step_of_fifty_is_bit_exact() {
     let data = dir.path().join("data");
     support::dataset(&data, 40);
     let mut straight = support::config(&data, &dir.path().join("straight"));
-    straight.train.epochs = 100;
+    straight.train.epochs = 100.0;
     straight.train.max_steps = 50;
     straight.train.ttt_steps = 2;
     straight.data.held_out = 0.0;
@@ -142,7 +142,7 @@ fn resuming_at_every_step_of_fifty_is_bit_exact() {
             std::fs::copy(entry.path(), kept.join(entry.file_name())).unwrap();
         }
         let mut state = TrainState::start(&session, &again, Start::Resume).unwrap();
-        let mut loader = session.loader(state.loader);
+        let mut loader = session.loader(state.loader).unwrap();
         let group = state.next_group(&mut loader, straight.train.accumulate).unwrap().unwrap();
         state.train(&session, group).unwrap();
         let saved = state.checkpoint(&session).save(&again).unwrap();

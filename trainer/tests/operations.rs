@@ -162,8 +162,14 @@ proptest! {
     fn distillation(
         mut states in proptest::collection::vec(0u32..30, 1..60),
         at_once in 1usize..40,
+        loss in 0usize..3,
         seed in any::<u64>(),
     ) {
+        let loss = [
+            LossKind::SoftCrossEntropy,
+            LossKind::KullbackLeibler,
+            LossKind::Acceptance { eta: 3.0 },
+        ][loss];
         let (width, vocabulary) = (6, 4500);
         states.sort_unstable();
         let draft: Vec<u32> = (0..vocabulary as u32).filter(|id| id % 7 < 2).collect();
@@ -177,13 +183,7 @@ proptest! {
         let lm_head = leaf([draft.len(), width], seed ^ 1);
         let all_states = numbers([30, width], seed ^ 2);
         let weights = (0..states.len()).map(|row| (row % 3) as f32 * 0.3).collect();
-        let rows =
-            DistillRows {
-                states,
-                weights,
-                loss: LossKind::SoftCrossEntropy,
-                states_at_once: at_once,
-            };
+        let rows = DistillRows { states, weights, loss, states_at_once: at_once };
         let run = |f: fn(_, _, _, &TeacherHead<B>, &DistillRows) -> trainer::ops::Distilled<B>| {
             f(hidden.clone(), lm_head.clone(), all_states.clone(), &head, &rows)
         };
@@ -194,6 +194,68 @@ proptest! {
             B::teacher_top(all_states.clone(), &head, at_once),
             plain::teacher_top(all_states.clone(), &head, 30)
         );
+    }
+}
+
+/// The acceptance loss of one row, from its definition in f64, and its slope by differences.
+#[test]
+fn the_acceptance_loss_follows_its_definition() {
+    let (width, draft) = (4, [0u32, 2, 3, 5, 6]);
+    let head = TeacherHead {
+        norm: Tensor::ones([width], &Default::default()),
+        norm_eps: 0.0,
+        lm_head: numbers([8, width], 4) * 2.0,
+        draft_to_target: index(&draft),
+    };
+    let (state, weight) = (numbers([1, width], 2), numbers([draft.len(), width], 1) * 2.0);
+    let host = |x: Tensor<B, 2>| x.into_data().iter::<f64>().collect::<Vec<_>>();
+    let product = |rows: &[f64], x: &[f64]| -> Vec<f64> {
+        rows.chunks(width).map(|row| row.iter().zip(x).map(|(a, b)| a * b).sum()).collect()
+    };
+    let softmax = |z: &[f64]| -> Vec<f64> {
+        let total: f64 = z.iter().map(|z| z.exp()).sum();
+        z.iter().map(|z| z.exp() / total).collect()
+    };
+    let raw = host(state.clone());
+    let root = (raw.iter().map(|x| x * x).sum::<f64>() / width as f64).sqrt();
+    let normed: Vec<f64> = raw.iter().map(|x| x / root).collect();
+    let whole = softmax(&product(&host(head.lm_head.clone()), &normed));
+    let p: Vec<f64> = draft.iter().map(|&id| whole[id as usize]).collect();
+    let mass: f64 = p.iter().sum();
+    let lm_head = host(weight.clone());
+    // Overlap and divergence at `x`; the weight between them is that of the point itself.
+    let parts = |x: &[f64]| {
+        let q = softmax(&product(&lm_head, x));
+        let overlap: f64 = p.iter().zip(&q).map(|(p, q)| p.min(*q)).sum();
+        let divergence: f64 = p.iter().zip(&q).map(|(p, q)| p / mass * (p / mass / q).ln()).sum();
+        (overlap, divergence)
+    };
+    let hidden = leaf([1, width], 9);
+    let at = host(hidden.clone());
+    let along = (-3.0 * parts(&at).0).exp();
+    let value = |x: &[f64]| {
+        let (overlap, divergence) = parts(x);
+        along * divergence + (1.0 - along) * (1.0 - overlap)
+    };
+    let rows = DistillRows {
+        states: vec![0],
+        weights: vec![1.0],
+        loss: LossKind::Acceptance { eta: 3.0 },
+        states_at_once: 1,
+    };
+    let distilled = B::distill(hidden.clone(), weight, state, &head, &rows);
+    let loss: f64 = distilled.loss.to_data().iter::<f64>().next().unwrap();
+    assert!((loss - value(&at)).abs() < 1e-5, "{loss} {}", value(&at));
+    let gradient = hidden.grad(&distilled.loss.backward()).unwrap();
+    let gradient = gradient.to_data().iter::<f64>().collect::<Vec<_>>();
+    for place in 0..width {
+        let moved = |by: f64| {
+            let mut x = at.clone();
+            x[place] += by;
+            value(&x)
+        };
+        let slope = (moved(1e-5) - moved(-1e-5)) / 2e-5;
+        assert!((slope - gradient[place]).abs() < 1e-4, "{place}: {slope} {}", gradient[place]);
     }
 }
 

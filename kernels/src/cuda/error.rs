@@ -76,16 +76,14 @@ pub enum CudaError {
         #[source]
         source: CublasError,
     },
-    /// A collective operation between GPUs was refused.
-    #[error("rank {rank}: {operation} of NCCL answered {code}: {meaning}")]
+    /// NCCL refuses an operation.
+    #[error("NCCL: {operation}: {code}: {meaning}")]
     Nccl {
-        /// Which rank.
-        rank: usize,
-        /// Name of the operation.
+        /// Function of NCCL.
         operation: &'static str,
         /// Name and number of the answer.
         code: String,
-        /// What it means, and what to do.
+        /// What it usually means, and what to do.
         meaning: &'static str,
     },
     /// The caller's views do not fit together, or a kernel does not exist for them.

@@ -108,6 +108,20 @@ impl PinnedBuffer {
         unsafe { std::slice::from_raw_parts_mut(self.pointer, self.bytes) }
     }
 
+    /// Starts to copy the first `bytes` bytes to a device address. They must stay as they are until
+    /// the stream has passed.
+    pub fn start_upload(
+        &self,
+        stream: &CudaStream,
+        address: u64,
+        bytes: usize,
+    ) -> Result<(), CudaError> {
+        let Some(values) = self.as_slice().get(..bytes) else {
+            return Err(CudaError::shape(format!("{bytes} of {} pinned bytes", self.bytes)));
+        };
+        upload(stream, address, values)
+    }
+
     /// Starts to copy `bytes` from a device address to `offset` in the buffer. The buffer must
     /// stay alive and unread until the stream has passed.
     pub fn start_download(

@@ -30,12 +30,12 @@ pub use error::CudaError;
 pub use loader::{Arch, CudaKernels, SOURCES, TRAIN_SOURCES, compile, context, device_count};
 pub use memory::{DeviceBuffer, PinnedBuffer, copy_on_device, download, upload};
 pub use moe::{Permutation, RouteRule, RoutingViews};
-pub use nccl::{Communicator, NcclId, Span};
+pub use nccl::{Communicator, NCCL_ID_BYTES, NcclId};
 pub use rows::{LatentHeads, RopeView};
 pub use shared_stream::{PartTimer, SharedStream};
 pub use stats::StateStats;
 pub use train_attention::{MAX_OWN, OwnGradient, OwnStep, TrainOperands, TrainPlan};
-pub use train_loss::{Comparison, RunningSoftmax, TeacherViews};
+pub use train_loss::{Comparison, RowLoss, RunningSoftmax, TeacherViews};
 pub use train_rows::{AdamWNumbers, AdamWViews, NORM_PARTS, NormGradient, SQUARE_PARTS, Turn};
 pub use views::{DeviceHeads, DeviceMatrix, DeviceVector, Dtype};
 
@@ -46,6 +46,13 @@ use cudarc::driver::CudaStream;
 pub struct Launcher<'a> {
     kernels: &'a CudaKernels,
     stream: &'a CudaStream,
+}
+
+impl Launcher<'_> {
+    /// The stream.
+    pub fn stream(&self) -> &CudaStream {
+        self.stream
+    }
 }
 
 /// Blocks and threads of a launch.

@@ -1,23 +1,41 @@
-//! Collective operations across GPUs: a thin wrapper over NCCL's C functions, whose errors name
-//! operation, rank and code. Knows nothing of models, and not how ranks find one another.
+//! Sums and copies across GPUs: a thin wrapper over NCCL's C functions, one communicator a rank,
+//! whose errors name operation and code. Knows nothing of models.
 
-use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::CudaStream;
 use cudarc::nccl::result::{self, NcclError, NcclStatus};
 use cudarc::nccl::sys::{self, ncclDataType_t, ncclResult_t};
 
-use super::{CudaError, Dtype};
+use super::views::{DeviceMatrix, Dtype};
+use super::{CudaError, ensure};
 
-/// What all ranks of a group share; one of them makes it.
+/// Bytes of [`NcclId`].
+pub const NCCL_ID_BYTES: usize = 128;
+
+/// Names a group of ranks; one rank makes it, all others are told.
 #[derive(Clone, Copy)]
 pub struct NcclId(sys::ncclUniqueId);
 
-impl NcclId {
-    /// Bytes of an id.
-    pub const BYTES: usize = 128;
+/// One rank's end of a group of GPUs.
+pub struct Communicator {
+    comm: Mutex<Option<Comm>>,
+    ranks: usize,
+}
 
-    /// A new id. Opens the library.
+struct Comm(sys::ncclComm_t);
+
+// SAFETY: NCCL lets any thread use a communicator, one at a time: the mutex around it sees to it.
+unsafe impl Send for Comm {}
+
+impl std::fmt::Debug for Communicator {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Communicator").field("ranks", &self.ranks).finish_non_exhaustive()
+    }
+}
+
+impl NcclId {
+    /// A new group. Says what to install where NCCL is missing.
     pub fn new() -> Result<Self, CudaError> {
         // SAFETY: opens and closes the library, whose initialisers are the vendor's.
         if !unsafe { sys::is_culib_present() } {
@@ -28,60 +46,29 @@ impl NcclId {
             });
         }
         keep_multicast_off();
-        result::get_uniqueid().map(Self).map_err(|error| refused(0, "ncclGetUniqueId", &error))
+        result::get_uniqueid().map(Self).map_err(|error| refused("ncclGetUniqueId", &error))
     }
 
-    /// The id for another process.
-    pub fn to_bytes(&self) -> [u8; Self::BYTES] {
+    /// The id as it is sent to other processes.
+    pub fn to_bytes(self) -> [u8; NCCL_ID_BYTES] {
         self.0.internal.map(|byte| byte as u8)
     }
 
-    /// The id from another process.
-    pub fn from_bytes(bytes: [u8; Self::BYTES]) -> Self {
-        keep_multicast_off();
+    /// The id another process has sent.
+    pub fn from_bytes(bytes: [u8; NCCL_ID_BYTES]) -> Self {
         Self(sys::ncclUniqueId { internal: bytes.map(|byte| byte as std::ffi::c_char) })
     }
 }
 
-/// A communicator of NCCL.
-struct Comm(sys::ncclComm_t);
-
-// SAFETY: NCCL lets any thread use a communicator, one at a time: the mutex around it sees to it.
-unsafe impl Send for Comm {}
-
-/// Values on a device: address, number and type.
-#[derive(Clone, Copy, Debug)]
-pub struct Span {
-    /// Address of the first value.
-    pub address: u64,
-    /// Number of values, without gaps.
-    pub len: usize,
-    /// Their type.
-    pub dtype: Dtype,
-}
-
-/// One rank's end of a group. Every rank has to call the same operations in the same order; each
-/// is enqueued on the stream that is given, and the spans stay alive until that has passed.
-pub struct Communicator {
-    rank: usize,
-    ranks: usize,
-    /// Empty once it was given up.
-    comm: Mutex<Option<Comm>>,
-}
-
 impl Communicator {
     /// Connects `rank` of `ranks`, whose GPU is current on this thread; returns when all are there.
-    pub fn connect(id: &NcclId, (rank, ranks): (usize, usize)) -> Result<Self, CudaError> {
+    pub fn connect(id: NcclId, [rank, ranks]: [usize; 2]) -> Result<Self, CudaError> {
+        keep_multicast_off();
         let mut comm = std::ptr::null_mut();
         // SAFETY: `comm` outlives the call, and every rank calls with the same id.
         let answer = unsafe { result::comm_init_rank(&mut comm, ranks as i32, id.0, rank as i32) };
-        check(rank, "ncclCommInitRank", answer)?;
-        Ok(Self { rank, ranks, comm: Mutex::new(Some(Comm(comm))) })
-    }
-
-    /// Number of this rank.
-    pub fn rank(&self) -> usize {
-        self.rank
+        check("ncclCommInitRank", answer)?;
+        Ok(Self { comm: Mutex::new(Some(Comm(comm))), ranks })
     }
 
     /// Ranks of the group.
@@ -89,70 +76,61 @@ impl Communicator {
         self.ranks
     }
 
-    /// Gives up work under way; later operations are refused. A rank that is inside NCCL at this
-    /// moment keeps its communicator: `false`.
-    pub fn abort(&self) -> Result<bool, CudaError> {
-        let mut comm = match self.comm.try_lock() {
-            Ok(comm) => comm,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => return Ok(false),
-        };
-        let Some(Comm(comm)) = comm.take() else { return Ok(true) };
-        // SAFETY: taken out of its place, so nobody uses it again.
-        let answer = unsafe { result::comm_abort(comm) };
-        check(self.rank, "ncclCommAbort", answer).map(|()| true)
-    }
-
-    /// Replaces the values by their sum over all ranks.
-    pub fn all_reduce(&self, values: Span, stream: &CudaStream) -> Result<(), CudaError> {
-        let (kind, stream) = (data_type(values.dtype), stream.cu_stream().cast());
+    /// Sums `values` of all ranks in place.
+    pub fn all_reduce(&self, values: &DeviceMatrix, stream: &CudaStream) -> Result<(), CudaError> {
+        let count = packed(values)?;
         self.call("ncclAllReduce", |comm| {
             let (from, to) = (values.address as *const _, values.address as *mut _);
-            let sum = sys::ncclRedOp_t::ncclSum;
-            // SAFETY: the span has `len` values of this type, and work on it is in the order of
-            // this stream.
-            unsafe { result::all_reduce(from, to, values.len, kind, sum, comm, stream) }
+            let kind = data_type(values.dtype);
+            // SAFETY: the view has `count` values of this type; work on them is in stream order.
+            unsafe { result::all_reduce(from, to, count, kind, SUM, comm, raw(stream)) }
         })
     }
 
-    /// Sums `values`, as many parts as ranks, over all ranks, and writes this rank's part of the
-    /// sum to `part`.
+    /// Sums `all [ranks * n, columns]` of all ranks; `own [n, columns]` gets this rank's part.
     pub fn reduce_scatter(
         &self,
-        values: Span,
-        part: Span,
+        own: &DeviceMatrix,
+        all: &DeviceMatrix,
         stream: &CudaStream,
     ) -> Result<(), CudaError> {
-        self.fits("reduce_scatter", part, values)?;
-        let (kind, stream) = (data_type(part.dtype), stream.cu_stream().cast());
+        let count = self.parts(own, all)?;
         self.call("ncclReduceScatter", |comm| {
-            let (from, to) = (values.address as *const _, part.address as *mut _);
-            let sum = sys::ncclRedOp_t::ncclSum;
-            // SAFETY: `fits` compared the spans; work on them is in the order of this stream.
-            unsafe { result::reduce_scatter(from, to, part.len, kind, sum, comm, stream) }
+            let (from, to) = (all.address as *const _, own.address as *mut _);
+            let kind = data_type(all.dtype);
+            // SAFETY: `own` has `count` values and `all` those of every rank, in stream order.
+            unsafe { result::reduce_scatter(from, to, count, kind, SUM, comm, raw(stream)) }
         })
     }
 
-    /// Writes every rank's `part`, one behind the other, to `values`.
+    /// Puts the `own [n, columns]` of all ranks into `all [ranks * n, columns]`, by rank.
     pub fn all_gather(
         &self,
-        part: Span,
-        values: Span,
+        own: &DeviceMatrix,
+        all: &DeviceMatrix,
         stream: &CudaStream,
     ) -> Result<(), CudaError> {
-        self.fits("all_gather", part, values)?;
-        let (kind, stream) = (data_type(part.dtype), stream.cu_stream().cast());
+        let count = self.parts(own, all)?;
         self.call("ncclAllGather", |comm| {
-            let (from, to) = (part.address as *const _, values.address as *mut _);
-            // SAFETY: `fits` compared the spans; work on them is in the order of this stream.
-            unsafe { result::all_gather(from, to, part.len, kind, comm, stream) }
+            let (from, to) = (own.address as *const _, all.address as *mut _);
+            let kind = data_type(all.dtype);
+            // SAFETY: `own` has `count` values and `all` room for every rank's, in stream order.
+            unsafe { result::all_gather(from, to, count, kind, comm, raw(stream)) }
         })
     }
 
-    fn fits(&self, operation: &str, part: Span, values: Span) -> Result<(), CudaError> {
-        super::ensure(part.dtype == values.dtype && part.len * self.ranks == values.len, || {
-            format!("{operation} of {} ranks with {values:?} and {part:?}", self.ranks)
-        })
+    /// Gives up the work under way; later calls are refused.
+    pub fn abort(&self) {
+        let Ok(mut comm) = self.comm.try_lock() else {
+            tracing::warn!("a rank is inside NCCL and cannot be stopped");
+            return;
+        };
+        if let Some(Comm(comm)) = comm.take() {
+            // SAFETY: taken out of its place, so nobody uses it again.
+            if let Err(error) = check("ncclCommAbort", unsafe { result::comm_abort(comm) }) {
+                tracing::warn!(%error, "communicator not given up");
+            }
+        }
     }
 
     fn call(
@@ -160,13 +138,44 @@ impl Communicator {
         operation: &'static str,
         work: impl FnOnce(sys::ncclComm_t) -> Result<NcclStatus, NcclError>,
     ) -> Result<(), CudaError> {
-        let comm: MutexGuard<'_, Option<Comm>> =
-            self.comm.lock().unwrap_or_else(PoisonError::into_inner);
-        match &*comm {
-            Some(Comm(comm)) => check(self.rank, operation, work(*comm)),
-            None => Err(refused(self.rank, operation, &NcclError(ncclResult_t::ncclRemoteError))),
+        let comm = lock(&self.comm);
+        let Some(Comm(comm)) = &*comm else {
+            return Err(CudaError::shape(format!("{operation} on a group that has ended")));
+        };
+        check(operation, work(*comm))
+    }
+
+    /// Values of `own`, of which `all` must hold one part a rank.
+    fn parts(&self, own: &DeviceMatrix, all: &DeviceMatrix) -> Result<usize, CudaError> {
+        let (own_count, count) = (packed(own)?, packed(all)?);
+        ensure(own.dtype == all.dtype && own_count * self.ranks == count, || {
+            format!("parts {own:?} of {} ranks for {all:?}", self.ranks)
+        })?;
+        Ok(own_count)
+    }
+}
+
+impl Drop for Communicator {
+    fn drop(&mut self) {
+        if let Some(Comm(comm)) = lock(&self.comm).take() {
+            // SAFETY: the last user is gone. A failure has nobody left to tell.
+            let _ = unsafe { result::comm_destroy(comm) };
         }
     }
+}
+
+const SUM: sys::ncclRedOp_t = sys::ncclRedOp_t::ncclSum;
+
+fn raw(stream: &CudaStream) -> sys::cudaStream_t {
+    stream.cu_stream().cast()
+}
+
+/// Values of a view without gaps.
+fn packed(view: &DeviceMatrix) -> Result<usize, CudaError> {
+    ensure(view.rows <= 1 || view.row_stride == view.cols, || {
+        format!("an exchange of rows with gaps: {view:?}")
+    })?;
+    Ok(view.rows * view.cols)
 }
 
 fn data_type(dtype: Dtype) -> ncclDataType_t {
@@ -176,18 +185,11 @@ fn data_type(dtype: Dtype) -> ncclDataType_t {
     }
 }
 
-fn check(
-    rank: usize,
-    operation: &'static str,
-    answer: Result<NcclStatus, NcclError>,
-) -> Result<(), CudaError> {
-    match answer {
-        Ok(_) => Ok(()),
-        Err(error) => Err(refused(rank, operation, &error)),
-    }
+fn check(operation: &'static str, answer: Result<NcclStatus, NcclError>) -> Result<(), CudaError> {
+    answer.map(drop).map_err(|error| refused(operation, &error))
 }
 
-fn refused(rank: usize, operation: &'static str, NcclError(code): &NcclError) -> CudaError {
+fn refused(operation: &'static str, NcclError(code): &NcclError) -> CudaError {
     let meaning = match *code {
         ncclResult_t::ncclUnhandledCudaError => {
             "a CUDA call inside NCCL was refused; the log of NCCL_DEBUG=INFO says which"
@@ -198,23 +200,27 @@ fn refused(rank: usize, operation: &'static str, NcclError(code): &NcclError) ->
         ncclResult_t::ncclInternalError => {
             "NCCL found a fault in itself; NCCL_DEBUG=INFO says more"
         }
-        ncclResult_t::ncclInvalidArgument => "an argument is wrong; this is a bug",
+        ncclResult_t::ncclInvalidArgument => "an argument is wrong; this is a bug of the caller",
         ncclResult_t::ncclInvalidUsage => "NCCL is used wrongly; often two ranks name the same GPU",
         ncclResult_t::ncclRemoteError => "another rank has gone",
         ncclResult_t::ncclTimeout => "another rank did not answer in time",
         _ => "see NCCL's documentation of ncclResult_t",
     };
     let code = format!("{code:?} ({})", *code as u32);
-    CudaError::Nccl { rank, operation, code, meaning }
+    CudaError::Nccl { operation, code, meaning }
 }
 
 /// Multicast over NVLink can put the GPUs of a shared host out of service.
 fn keep_multicast_off() {
     const NAME: &str = "NCCL_NVLS_ENABLE";
     if std::env::var_os(NAME).is_none() {
-        // SAFETY: no rank has started yet, so no other thread reads the environment.
+        // SAFETY: called where a group is made or joined, before other threads of NCCL exist.
         unsafe { std::env::set_var(NAME, "0") };
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
@@ -222,41 +228,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn errors_name_rank_operation_code_and_remedy() {
+    fn errors_name_operation_code_and_remedy() {
         let answer = Err(NcclError(ncclResult_t::ncclSystemError));
-        let error = check(3, "ncclAllReduce", answer).unwrap_err();
+        let error = check("ncclAllReduce", answer).unwrap_err();
         let text = error.to_string();
-        for part in ["rank 3", "ncclAllReduce", "ncclSystemError (2)", "/dev/shm"] {
+        for part in ["ncclAllReduce", "ncclSystemError (2)", "/dev/shm"] {
             assert!(text.contains(part), "{text}");
         }
         assert_eq!(error.exit_code(), 75);
-        assert!(check(0, "ncclAllReduce", Ok(NcclStatus::Success)).is_ok());
+        assert!(check("ncclAllReduce", Ok(NcclStatus::Success)).is_ok());
     }
 
     #[test]
-    fn every_code_has_a_meaning_of_its_own() {
-        let codes = [
-            ncclResult_t::ncclUnhandledCudaError,
-            ncclResult_t::ncclSystemError,
-            ncclResult_t::ncclInternalError,
-            ncclResult_t::ncclInvalidArgument,
-            ncclResult_t::ncclInvalidUsage,
-            ncclResult_t::ncclRemoteError,
-            ncclResult_t::ncclTimeout,
-        ];
-        let meanings: std::collections::HashSet<&str> = codes
-            .iter()
-            .map(|&code| match refused(0, "x", &NcclError(code)) {
-                CudaError::Nccl { meaning, .. } => meaning,
-                other => panic!("{other}"),
-            })
-            .collect();
-        assert_eq!(meanings.len(), codes.len());
-    }
-
-    #[test]
-    fn an_id_survives_the_way_to_another_process() {
-        let bytes: [u8; NcclId::BYTES] = std::array::from_fn(|at| at as u8 * 2);
-        assert_eq!(NcclId::from_bytes(bytes).to_bytes(), bytes);
+    fn parts_of_other_sizes_are_refused() {
+        let group = Communicator { comm: Mutex::new(None), ranks: 4 };
+        let all = DeviceMatrix::packed(256, [8, 16], Dtype::F32);
+        assert_eq!(group.parts(&all.row_range(0..2), &all).unwrap(), 32);
+        assert!(group.parts(&all.row_range(0..3), &all).is_err());
+        assert!(group.parts(&all.columns(0..4), &all).is_err(), "rows with gaps");
+        let other = DeviceMatrix::packed(256, [2, 16], Dtype::Bf16);
+        assert!(group.parts(&other, &all).is_err());
     }
 }

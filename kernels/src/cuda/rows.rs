@@ -56,6 +56,17 @@ struct EmbedArgs {
 
 #[repr(C)]
 #[derive(Clone, Copy)]
+struct ScaledArgs {
+    out: MatArg,
+    codes: u64,
+    codes_stride: i64,
+    scales: u64,
+    rows: u32,
+    cols: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
 struct NormArgs {
     out: MatArg,
     x: MatArg,
@@ -198,6 +209,32 @@ impl Launcher<'_> {
             table_rows: table.rows as u32,
         };
         let name = format!("embed_{}_{}_v{width}", table.dtype.name(), out.dtype.name());
+        self.launch(&name, tiled(out.rows, out.cols, width)?, &args)
+    }
+
+    /// `out = code * scale of the row`: E4M3 codes in rows of a stride, `scales` [rows].
+    pub fn dequant_fp8_rows(
+        &self,
+        out: &DeviceMatrix,
+        (codes, stride): (DeviceVector<u8>, usize),
+        scales: DeviceVector<f32>,
+    ) -> Result<(), CudaError> {
+        let fits = stride >= out.cols && codes.len >= out.rows * stride && scales.len == out.rows;
+        ensure(fits, || format!("dequant_fp8_rows of {codes:?}, {scales:?} in {out:?}"))?;
+        if out.rows == 0 || out.cols == 0 {
+            return Ok(());
+        }
+        let whole = codes.address.is_multiple_of(8) && stride.is_multiple_of(8);
+        let width = if whole { vector_width(&[out]) } else { 1 };
+        let args = ScaledArgs {
+            out: out.arg(),
+            codes: codes.address,
+            codes_stride: stride as i64,
+            scales: scales.address,
+            rows: out.rows as u32,
+            cols: out.cols as u32,
+        };
+        let name = format!("dequant_fp8_rows_{}_v{width}", out.dtype.name());
         self.launch(&name, tiled(out.rows, out.cols, width)?, &args)
     }
 

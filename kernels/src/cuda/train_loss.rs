@@ -31,6 +31,20 @@ pub struct TeacherViews {
     pub ids: DeviceVector<u32>,
 }
 
+/// What is minimised on a row; see the trainer's `losses`.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub enum RowLoss {
+    /// Cross-entropy against the teacher renormalised over the draft's tokens.
+    Cross,
+    /// The same less the teacher's entropy.
+    Divergence,
+    /// Divergence and one minus overlap, weighted by the overlap.
+    Acceptance {
+        /// How fast the divergence loses weight.
+        eta: f32,
+    },
+}
+
 /// Rows of the draft to compare with the teacher.
 #[derive(Clone, Copy, Debug)]
 pub struct Comparison {
@@ -44,6 +58,8 @@ pub struct Comparison {
     pub states: DeviceVector<u32>,
     /// Factor of each row's loss.
     pub weights: DeviceVector<f32>,
+    /// The loss.
+    pub loss: RowLoss,
 }
 
 #[repr(C)]
@@ -96,6 +112,8 @@ struct CompareArgs {
     rows: u32,
     cols: u32,
     first_state: u32,
+    loss: u32,
+    eta: f32,
 }
 
 #[repr(C)]
@@ -185,7 +203,7 @@ impl Launcher<'_> {
 
     /// Compares rows of the draft with the teacher.
     pub fn compare(&self, call: &Comparison, teacher: &TeacherViews) -> Result<(), CudaError> {
-        let Comparison { logits, gradient, outcomes, states, weights } = call;
+        let Comparison { logits, gradient, outcomes, states, weights, loss } = call;
         let out = gradient.as_ref().unwrap_or(logits);
         let fits = out.shape() == logits.shape()
             && logits.dtype == Dtype::F32
@@ -214,6 +232,12 @@ impl Launcher<'_> {
             rows: logits.rows as u32,
             cols: logits.cols as u32,
             first_state: teacher.first_state,
+            loss: match loss {
+                RowLoss::Cross => 0,
+                RowLoss::Divergence => 1,
+                RowLoss::Acceptance { .. } => 2,
+            },
+            eta: if let RowLoss::Acceptance { eta } = loss { *eta } else { 0.0 },
         };
         let width = vector_width(&[logits, out, &teacher.logits]);
         let name = format!("train_compare_{}_v{width}", out.dtype.name());

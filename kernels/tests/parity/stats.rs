@@ -1,12 +1,13 @@
 //! Statistics and FP8 form of captured states against their twins.
 
 use bytemuck::Zeroable;
-use kernels::cuda::{DeviceVector, StateStats};
+use kernels::cuda::{DeviceVector, Dtype, StateStats};
 use kernels::reference;
 
-use super::{Gpu, Named, Outcome, TYPES, same};
+use super::{Gpu, Named, Outcome, TYPES, round, same};
 
-pub(crate) const CASES: &[Named] = &[("state_stats", state_stats), ("quantise_fp8_rows", quantise)];
+pub(crate) const CASES: &[Named] =
+    &[("state_stats", state_stats), ("quantise_fp8_rows", quantise), ("dequant_fp8_rows", dequant)];
 
 fn check(what: &str, got: &StateStats, values: &[f32]) -> Outcome {
     let (sum, absmax, non_finite) = reference::stats(values);
@@ -81,6 +82,25 @@ fn quantise(gpu: &mut Gpu) -> Outcome {
                 }
                 same(&format!("gap {what} row {r}"), &got[cols..], &[0xA5; 8])?;
             }
+        }
+    }
+    Ok(())
+}
+
+fn dequant(gpu: &mut Gpu) -> Outcome {
+    for ([rows, cols], pitch) in gpu.shapes() {
+        for dtype in TYPES {
+            // Every code but the two NaNs, which equal nothing.
+            let codes: Vec<u8> =
+                (0..rows * cols).map(|at| (at % 127) as u8 | (at % 2 * 128) as u8).collect();
+            let scales = gpu.rng.values(rows, Dtype::F32);
+            let (device_codes, device_scales) = (gpu.vector(&codes)?, gpu.vector(&scales)?);
+            let out = gpu.matrix(&vec![9.0; rows * cols], [rows, cols], dtype, pitch)?;
+            let on = gpu.kernels.on(&gpu.stream);
+            on.dequant_fp8_rows(&out.view, (device_codes.view, cols), device_scales.view)?;
+            let want = reference::dequant_fp8_rows(&codes, &scales);
+            let want: Vec<f32> = want.into_iter().map(|x| round(x, dtype)).collect();
+            same(&format!("{dtype:?} [{rows}, {cols}]"), &gpu.values(&out)?, &want)?;
         }
     }
     Ok(())

@@ -6,9 +6,13 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, bail};
 use burn::backend::Flex;
 use burn::tensor::FloatDType;
-use trainer::acceptance::{Acceptance, Evaluation, EvaluationPlan, evaluate};
+use serde::Serialize;
+use trainer::FrozenTarget;
+use trainer::acceptance::{Acceptance, Evaluation, EvaluationPlan, chain_acceptance, evaluate};
+use trainer::config::FitConfig;
 use trainer::dataset::ManifestDataset;
 use trainer::fit::{frozen_target, ttt_options};
+use trainer::live::LiveCounts;
 use trainer::target::TargetHead;
 use trainer::trained::TrainedDraft;
 
@@ -38,11 +42,39 @@ pub(crate) struct EvaluateArgs {
     /// Drafted tokens; the run's ttt_steps by default.
     #[arg(long, value_name = "N")]
     ttt_steps: Option<usize>,
+    /// Count the rounds of speculative decoding with chains of N drafted tokens, on answers that
+    /// the target wrote greedily.
+    #[arg(long, value_name = "N,N", value_delimiter = ',', value_parser = chain_length)]
+    chain: Vec<usize>,
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
     #[command(flatten)]
     live: LiveArgs,
+}
+
+fn chain_length(text: &str) -> Result<usize, String> {
+    let length = text.parse().ok().filter(|length| (1..=16).contains(length));
+    length.ok_or_else(|| "1 to 16 drafted tokens".to_owned())
+}
+
+/// Rounds of decoding with one length of chain.
+#[derive(Serialize)]
+struct ChainReport {
+    /// Most tokens drafted a round.
+    drafted: usize,
+    /// Tokens a round, bonus token included.
+    acceptance_length: f64,
+    /// Share of rounds in which the token of each position was accepted.
+    acceptance_rate: Vec<f64>,
+    #[serde(flatten)]
+    counts: LiveCounts,
+}
+
+#[derive(Serialize)]
+struct ChainsReport {
+    samples: usize,
+    chains: Vec<ChainReport>,
 }
 
 /// Prints acceptance by depth.
@@ -57,7 +89,11 @@ pub(crate) fn run(args: &EvaluateArgs, out: &mut dyn Write) -> anyhow::Result<bo
     let Some(dataset) = &args.dataset else {
         bail!("--dataset DIR is needed: the data set written by `extractor run`");
     };
-    let evaluation = teacher_forced(args, &trained, dataset)?;
+    let recorded = Recorded::open(args, &trained, dataset)?;
+    if !args.chain.is_empty() {
+        return chains(args, &trained, &recorded, out);
+    }
+    let evaluation = recorded.evaluate(&trained).with_context(|| recorded.name())?;
     if args.json {
         writeln!(out, "{}", serde_json::to_string(&evaluation)?)?;
         return Ok(true);
@@ -69,42 +105,97 @@ pub(crate) fn run(args: &EvaluateArgs, out: &mut dyn Write) -> anyhow::Result<bo
     Ok(true)
 }
 
-fn teacher_forced(
+/// Samples to measure on, and the target's head that belongs to them.
+struct Recorded {
+    dataset: ManifestDataset,
+    indices: Vec<usize>,
+    frozen: FrozenTarget<Flex>,
+    config: FitConfig,
+    steps: Option<usize>,
+}
+
+impl Recorded {
+    fn open(args: &EvaluateArgs, trained: &TrainedDraft, path: &Path) -> anyhow::Result<Self> {
+        let dataset = ManifestDataset::open(path)?;
+        let layers = &dataset.spec().layers;
+        let aux = layers.get(..layers.len().saturating_sub(1)).unwrap_or_default();
+        if aux != trained.aux_layers {
+            bail!(
+                "the draft reads layers {:?}, the data set holds {aux:?}: record the draft's layers",
+                trained.aux_layers
+            );
+        }
+        let config = trained.config.clone().unwrap_or_default();
+        let fingerprint = dataset.fingerprint().to_string();
+        if trained.dataset_fingerprint.as_ref().is_some_and(|stored| *stored != fingerprint) {
+            tracing::warn!("this is not the data set the draft was trained on");
+        }
+        let split = dataset.split(args.held_out_share.unwrap_or(config.data.held_out));
+        let indices = match args.all {
+            true => (0..dataset.samples().len()).collect(),
+            false => split.held_out,
+        };
+        if indices.is_empty() {
+            bail!("no sample is held out: give --held-out-share, or --all");
+        }
+        let head = TargetHead::load(&dataset.dir().target())?;
+        let place = (&Default::default(), FloatDType::F32);
+        let frozen = frozen_target::<Flex>(head, &trained.vocab, place)?;
+        Ok(Self { dataset, indices, frozen, config, steps: args.ttt_steps })
+    }
+
+    fn name(&self) -> String {
+        format!("evaluating on {}", self.dataset.dir().root().display())
+    }
+
+    fn evaluate(&self, trained: &TrainedDraft) -> anyhow::Result<Evaluation> {
+        let mut options = ttt_options(&self.config);
+        options.steps = self.steps.unwrap_or(options.steps);
+        let max_tokens = self.config.data.max_tokens;
+        let what = EvaluationPlan { indices: &self.indices, max_tokens, options: &options };
+        let draft = trained.draft::<Flex>(&Default::default())?;
+        Ok(evaluate(&draft, &self.frozen, &self.dataset, &what)?)
+    }
+}
+
+fn chains(
     args: &EvaluateArgs,
     trained: &TrainedDraft,
-    path: &Path,
-) -> anyhow::Result<Evaluation> {
-    let dataset = ManifestDataset::open(path)?;
-    let layers = &dataset.spec().layers;
-    let aux = layers.get(..layers.len().saturating_sub(1)).unwrap_or_default();
-    if aux != trained.aux_layers {
-        bail!(
-            "the draft reads layers {:?}, the data set holds {aux:?}: record the draft's layers",
-            trained.aux_layers
-        );
+    recorded: &Recorded,
+    out: &mut dyn Write,
+) -> anyhow::Result<bool> {
+    let options = ttt_options(&recorded.config);
+    let max_tokens = recorded.config.data.max_tokens;
+    let what = EvaluationPlan { indices: &recorded.indices, max_tokens, options: &options };
+    let draft = trained.draft::<Flex>(&Default::default())?;
+    let dataset = (&recorded.dataset, args.chain.as_slice());
+    let counts = chain_acceptance(&draft, &recorded.frozen, dataset, &what)
+        .with_context(|| recorded.name())?;
+    let chains = args.chain.iter().zip(counts).map(|(&drafted, counts)| ChainReport {
+        drafted,
+        acceptance_length: counts.acceptance_length(),
+        acceptance_rate: counts.acceptance_rate(),
+        counts,
+    });
+    let report = ChainsReport { samples: recorded.indices.len(), chains: chains.collect() };
+    if args.json {
+        writeln!(out, "{}", serde_json::to_string(&report)?)?;
+        return Ok(true);
     }
-    let config = trained.config.clone().unwrap_or_default();
-    let fingerprint = dataset.fingerprint().to_string();
-    if trained.dataset_fingerprint.as_ref().is_some_and(|stored| *stored != fingerprint) {
-        tracing::warn!("this is not the data set the draft was trained on");
+    writeln!(out, "draft    {}", trained.path.display())?;
+    writeln!(out, "samples  {}, as greedy decoding would go", report.samples)?;
+    for ChainReport { drafted, acceptance_length, acceptance_rate, counts } in &report.chains {
+        let rates: Vec<String> = acceptance_rate.iter().map(|rate| format!("{rate:.3}")).collect();
+        writeln!(
+            out,
+            "chain of {drafted}: {acceptance_length:.3} tokens a round, bonus token included \
+                ({} tokens in {} rounds; accepted by position {})",
+            counts.tokens,
+            counts.rounds,
+            rates.join(" ")
+        )?;
     }
-    let split = dataset.split(args.held_out_share.unwrap_or(config.data.held_out));
-    let indices = match args.all {
-        true => (0..dataset.samples().len()).collect(),
-        false => split.held_out,
-    };
-    if indices.is_empty() {
-        bail!("no sample is held out: give --held-out-share, or --all");
-    }
-    let device = Default::default();
-    let head = TargetHead::load(&dataset.dir().target())?;
-    let frozen = frozen_target::<Flex>(head, &trained.vocab, (&device, FloatDType::F32))?;
-    let mut options = ttt_options(&config);
-    options.steps = args.ttt_steps.unwrap_or(options.steps);
-    let what =
-        EvaluationPlan { indices: &indices, max_tokens: config.data.max_tokens, options: &options };
-    evaluate(&trained.draft::<Flex>(&device)?, &frozen, &dataset, &what)
-        .with_context(|| format!("evaluating on {}", path.display()))
+    Ok(true)
 }
 
 fn print(evaluation: &Evaluation, out: &mut dyn Write) -> std::io::Result<()> {

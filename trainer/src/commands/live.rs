@@ -27,7 +27,8 @@ pub(crate) struct LiveArgs {
     /// Directory of the target model (with --live).
     #[arg(long, value_name = "DIR")]
     model: Option<PathBuf>,
-    /// JSONL file of prompts: `messages`, `conversations` or `turns` (with --live).
+    /// JSONL file of prompts: `messages`, `conversations`, `turns`, or `input_ids` with
+    /// `loss_mask` (with --live).
     #[arg(long, value_name = "FILE")]
     prompts: Option<PathBuf>,
     /// Most prompts to decode.

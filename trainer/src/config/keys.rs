@@ -74,7 +74,8 @@ pub const KEYS: &[Key] = &[
     key("draft", "norm_before_residual", Bool, "the residual starts from the normed hidden state"),
     key("draft", "lm_head_init", Text, "random, or target (its rows of the draft vocabulary); \
         trained either way"),
-    key("train", "epochs", Number, "passes over the training samples"),
+    key("train", "epochs", Number, "passes over the training samples; a \
+        fraction ends within a pass"),
     key("train", "max_steps", Number, "upper limit of optimizer steps; 0 means none"),
     key("train", "seed", Number, "seed of the weights and of the order of samples"),
     key("train", "lr", Number, "highest learning rate"),
@@ -89,6 +90,9 @@ pub const KEYS: &[Key] = &[
     key("train", "ttt_steps", Number, "steps of the training-time test"),
     key("train", "step_decay", Number, "weight of a step relative to the one before"),
     key("train", "mask_mode", Text, "chain, or specforge for that trainer's rows"),
+    key("train", "loss", Text, "ce (soft cross-entropy), kl, or lk: acceptance, with kl where it \
+        is low"),
+    key("train", "lk_eta", Number, "lk: weight of kl is exp(-lk_eta * acceptance)"),
     key("train", "accumulate", Number, "batches summed into one optimizer step"),
     key("train", "compute", Text, "f32, bf16, or auto: f32 on the CPU and bf16 on CUDA"),
     free(key("checkpoint", "run_dir", Text, "directory of the run: metrics and checkpoints")),

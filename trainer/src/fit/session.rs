@@ -9,10 +9,12 @@ use burn::tensor::{DType, FloatDType, Tensor, TensorData};
 use super::FitError;
 use crate::acceptance::{Evaluation, EvaluationPlan, evaluate};
 use crate::batch::{FrozenTarget, TargetWeights};
-use crate::config::{FitConfig, MaskMode};
+use crate::config::{FitConfig, Loss, MaskMode};
 use crate::dataset::{DatasetError, ManifestDataset, Split};
 use crate::draft::{DraftConfig, DraftVocabulary, Eagle3Draft};
-use crate::loader::{Loader, LoaderPlan, LoaderState};
+use crate::input::{InputOps, RoomOf};
+use crate::loader::{Loader, LoaderPlan, LoaderState, Reading};
+use crate::losses::LossKind;
 use crate::masks;
 use crate::ops::DraftOps;
 use crate::target::{TargetConfig, TargetHead};
@@ -22,6 +24,8 @@ use crate::vocab::{TokenCounts, VocabMap};
 
 /// Rows of the input kept for the check after export.
 const GOLDEN_ROWS: usize = 16;
+/// Threads that read a data set.
+const MOST_READERS: usize = 8;
 
 /// The fixed parts of a run on backend `B`.
 #[derive(Debug)]
@@ -55,7 +59,7 @@ pub struct Session<B: AutodiffBackend> {
 
 impl<B> Session<B>
 where
-    B: AutodiffBackend + DraftOps,
+    B: AutodiffBackend + DraftOps + InputOps,
     B::InnerBackend: DraftOps,
 {
     /// Opens the data set and everything that follows from it and the settings.
@@ -87,7 +91,7 @@ where
         let target = head.config.clone();
         let frozen_inner = frozen_target::<B::InnerBackend>(head, &vocab, (device, dtype))?;
         Ok(Self {
-            options: ttt_options(config),
+            options: TttOptions { teacher_rows: B::TEACHER_ROWS, ..ttt_options(config) },
             total_steps: if limit > 0 { all.min(limit) } else { all },
             frozen: lift::<B>(&frozen_inner)?,
             frozen_inner,
@@ -104,9 +108,16 @@ where
     }
 
     /// Starts reading training batches at a position.
-    pub fn loader(&self, state: LoaderState) -> Loader {
+    pub fn loader(&self, state: LoaderState) -> Result<Loader<RoomOf<B>>, FitError> {
         let plan = loader_plan(&self.config, &self.split);
-        Loader::start(self.dataset.clone(), plan, state, self.config.data.prefetch)
+        // The others compute, or feed the device.
+        let threads = std::thread::available_parallelism().map_or(1, |cores| cores.get() / 2);
+        let reading = Reading {
+            prefetch: self.config.data.prefetch,
+            threads: threads.clamp(1, MOST_READERS),
+        };
+        let rooms = B::rooms(&self.device).map_err(DatasetError::from)?;
+        Ok(Loader::start(self.dataset.clone(), plan, state, (reading, rooms)))
     }
 
     /// Acceptance on the held-out samples; `None` when there are none.
@@ -136,6 +147,11 @@ pub fn ttt_options(config: &FitConfig) -> TttOptions {
     TttOptions {
         steps: config.train.ttt_steps,
         step_decay: config.train.step_decay,
+        loss: match config.train.loss {
+            Loss::Ce => LossKind::SoftCrossEntropy,
+            Loss::Kl => LossKind::KullbackLeibler,
+            Loss::Lk => LossKind::Acceptance { eta: config.train.lk_eta },
+        },
         mask_mode: match config.train.mask_mode {
             MaskMode::Chain => masks::MaskMode::Chain,
             MaskMode::SpecForge => masks::MaskMode::Specforge { zero_last_mask: true },
@@ -201,7 +217,7 @@ fn build_vocab(
         return Ok(VocabMap::full(draft.vocab_size, &fingerprint));
     }
     let mut counts = TokenCounts::new(draft.vocab_size);
-    let mut reader = dataset.reader();
+    let reader = dataset.reader();
     for &at in train {
         let sample = reader.read_tokens(at)?;
         counts.add(sample.input_ids(), sample.loss_mask())?;

@@ -2,16 +2,19 @@
 //! checkpoints.
 
 use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
 
 use burn::tensor::FloatDType;
 use burn::tensor::backend::AutodiffBackend;
 
-use super::{FitError, Session, Start};
+use super::{FitError, InputTimes, Session, Start};
 use crate::acceptance::Evaluation;
+use crate::batch::TrainBatch;
 use crate::checkpoint::{Best, Checkpoint, CheckpointState, Parts, RunDir, to_tensors};
 use crate::collate::HostBatch;
 use crate::config::{ConfigError, FitConfig, LmHeadInit, MaskMode};
 use crate::draft::Eagle3Draft;
+use crate::input::{InputOps, RoomOf};
 use crate::loader::{Loader, LoaderState};
 use crate::metrics::TttMetrics;
 use crate::ops::DraftOps;
@@ -41,6 +44,8 @@ pub struct TrainState<B: AutodiffBackend> {
     pub best: Option<Best>,
     /// Acceptance length of the present weights, if just measured.
     pub acceptance_length: Option<f64>,
+    /// Times of the input in this process.
+    pub input: InputTimes,
 }
 
 /// Numbers of one optimizer step.
@@ -59,8 +64,8 @@ pub struct StepOutcome {
 }
 
 impl StepOutcome {
-    /// The line of metrics.jsonl.
-    pub fn record(&self, tokens_per_second: f64) -> Record {
+    /// The line of metrics.jsonl; `stall` is the share of the time spent waiting for input.
+    pub fn record(&self, tokens_per_second: f64, stall: f64) -> Record {
         let mut record = Record::new();
         record.insert("train/loss".into(), self.loss.into());
         put_depths(&mut record, "train/acc", &self.metrics.acc());
@@ -69,22 +74,24 @@ impl StepOutcome {
         record.insert("lr".into(), self.rate.into());
         record.insert("grad_norm".into(), self.grad_norm.into());
         record.insert("perf/tokens_per_second".into(), tokens_per_second.round().into());
+        record.insert("perf/input_stall".into(), stall.into());
         record
     }
 
     /// A few words for the progress line.
-    pub fn summary<B: AutodiffBackend>(&self, state: &TrainState<B>) -> String {
+    pub fn summary<B: AutodiffBackend>(&self, state: &TrainState<B>, stall: f64) -> String {
         let best = state.best.map_or(String::new(), |best| {
             format!("  best acceptance {:.3} at step {}", best.acceptance_length, best.step)
         });
         let first = self.metrics.acc().first().copied().unwrap_or_default();
-        format!("loss {:.3}  acc_0 {first:.3}{best}", self.loss)
+        let stall = 100.0 * stall;
+        format!("loss {:.3}  acc_0 {first:.3}  input stall {stall:.1} %{best}", self.loss)
     }
 }
 
 impl<B> TrainState<B>
 where
-    B: AutodiffBackend + DraftOps,
+    B: AutodiffBackend + DraftOps + InputOps,
     B::InnerBackend: DraftOps,
 {
     /// Fresh weights, or those of the newest checkpoint.
@@ -117,6 +124,7 @@ where
             loader: LoaderState::default(),
             best: None,
             acceptance_length: None,
+            input: InputTimes::default(),
         })
     }
 
@@ -147,19 +155,22 @@ where
             loader: state.loader,
             best: state.best,
             acceptance_length: state.acceptance_length,
+            input: InputTimes::default(),
         })
     }
 
     /// The batches of the next optimizer step: up to `count`, never across epochs.
     pub fn next_group(
         &mut self,
-        loader: &mut Loader,
+        loader: &mut Loader<RoomOf<B>>,
         count: usize,
-    ) -> Result<Option<Vec<HostBatch>>, FitError> {
+    ) -> Result<Option<Vec<HostBatch<RoomOf<B>>>>, FitError> {
         let mut group = Vec::new();
         let epoch = self.loader.epoch;
         while group.len() < count && self.loader.epoch == epoch {
+            let clock = Instant::now();
             let Some(loaded) = loader.next_batch()? else { break };
+            self.input.add(clock.elapsed().as_secs_f64(), loaded.seconds);
             group.push(loaded.batch);
             self.loader = loaded.next;
         }
@@ -171,7 +182,7 @@ where
     pub fn train(
         &mut self,
         session: &Session<B>,
-        group: Vec<HostBatch>,
+        group: Vec<HostBatch<RoomOf<B>>>,
     ) -> Result<StepOutcome, FitError> {
         let _alone = GRAPH.lock().unwrap_or_else(PoisonError::into_inner);
         let divisors = group_divisors(session, &group);
@@ -180,7 +191,8 @@ where
         for host in group {
             tokens += host.tokens.rows() as u64;
             let samples = host.samples.clone();
-            let batch = host.to_device::<B>(&session.device, session.dtype)?;
+            let [aux, last_hidden] = B::unpack(host.states, (&session.device, session.dtype));
+            let batch = TrainBatch::new(host.tokens, aux, last_hidden)?;
             let tracked = Eagle3Draft::<B>::tracked(&self.draft);
             let mut output = ttt_step(&tracked, &session.frozen, &batch, &options)?;
             // The backward pass goes to the device before the host waits for the loss.
@@ -294,7 +306,7 @@ fn adamw(config: &FitConfig) -> AdamWConfig {
 }
 
 /// Rows each step's loss sum is divided by, over all batches of the group.
-fn group_divisors<B: AutodiffBackend>(session: &Session<B>, group: &[HostBatch]) -> Vec<f64> {
+fn group_divisors<B: AutodiffBackend, M>(session: &Session<B>, group: &[HostBatch<M>]) -> Vec<f64> {
     let steps = session.options.steps;
     let mut total = vec![0; steps];
     for batch in group {

@@ -174,7 +174,6 @@ pub fn distill<B: DraftOps>(
     head: &TeacherHead<B>,
     rows: &DistillRows,
 ) -> Distilled<B> {
-    let LossKind::SoftCrossEntropy = rows.loss;
     let device = hidden.device();
     let weights = Tensor::<B, 1>::from_floats(rows.weights.as_slice(), &device);
     let (mut losses, mut outcomes) = (Vec::new(), Vec::new());
@@ -190,10 +189,12 @@ pub fn distill<B: DraftOps>(
         let of_row = RowIndex::<B>::new(of_row, &device).tensor();
         let logits = B::project(hidden.clone().narrow(0, first, last - first), lm_head.clone());
         let log_q = log_softmax(logits, 1);
-        let loss = -(teacher.draft.select(0, of_row.clone()) * log_q.clone()).sum_dim(1);
+        let target = teacher.draft.select(0, of_row.clone());
+        let plain = teacher.plain.select(0, of_row.clone());
+        let loss = row_losses(rows.loss, log_q.clone(), (target, plain.clone()));
         let weight = weights.clone().narrow(0, first, last - first);
         losses.push((loss.clone() * weight.unsqueeze_dim(1)).sum());
-        let overlap = log_q.clone().exp().min_pair(teacher.plain.select(0, of_row.clone()));
+        let overlap = log_q.clone().exp().min_pair(plain);
         let guess = head.draft_to_target.tensor().select(0, log_q.argmax(1).flatten(0, 1));
         let top: Tensor<B, 1, Int> = teacher.top.select(0, of_row).flatten(0, 1);
         let right = guess.equal(top).float().unsqueeze_dim(1);
@@ -201,6 +202,28 @@ pub fn distill<B: DraftOps>(
         first = last;
     }
     Distilled { loss: Tensor::cat(losses, 0).sum(), rows: Tensor::cat(outcomes, 0) }
+}
+
+/// Loss of each row, `[n, 1]`: `target` is the teacher renormalised over the draft vocabulary,
+/// `plain` as it is.
+fn row_losses<B: Backend>(
+    kind: LossKind,
+    log_q: Tensor<B, 2>,
+    (target, plain): (Tensor<B, 2>, Tensor<B, 2>),
+) -> Tensor<B, 2> {
+    let cross = -(target.clone() * log_q.clone()).sum_dim(1);
+    // `x log x` is 0 at 0.
+    let divergence =
+        || cross.clone() + (target.clone() * target.clone().add_scalar(1e-30).log()).sum_dim(1);
+    match kind {
+        LossKind::SoftCrossEntropy => cross,
+        LossKind::KullbackLeibler => divergence(),
+        LossKind::Acceptance { eta } => {
+            let alpha = log_q.exp().min_pair(plain).sum_dim(1);
+            let weight = (alpha.clone().detach() * -eta).exp();
+            weight.clone() * divergence() + (-weight + 1.0) * (-alpha + 1.0)
+        }
+    }
 }
 
 /// See [`DraftOps::adamw_step`].

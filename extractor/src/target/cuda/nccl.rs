@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Instant;
 
 use kernels::cuda::cudarc::driver::{CudaEvent, CudaStream};
-use kernels::cuda::{Communicator, CudaError, NcclId, Span};
+use kernels::cuda::{Communicator, CudaError, DeviceMatrix, NcclId};
 
 use super::buffer::CudaBuffer;
 use super::device::driver;
@@ -56,7 +56,7 @@ impl NcclGroup {
         };
         let wrong = || refused(rank, "connect to NCCL");
         let (stream, computed, summed) = open().map_err(wrong())?;
-        let comm = Communicator::connect(&self.id, (rank, self.comms.len())).map_err(wrong())?;
+        let comm = Communicator::connect(self.id, [rank, self.comms.len()]).map_err(wrong())?;
         // Every rank connects once.
         let _ = self.comms[rank].set(comm);
         let (group, compute) = (Arc::clone(self), Arc::clone(compute));
@@ -67,17 +67,7 @@ impl NcclGroup {
     /// reason stays.
     pub(super) fn end(&self, reason: &str) {
         self.ended().get_or_insert_with(|| reason.to_owned());
-        for (rank, comm) in self.comms.iter().enumerate() {
-            match comm.get().map(Communicator::abort) {
-                None | Some(Ok(true)) => {}
-                Some(Ok(false)) => {
-                    tracing::warn!(rank, "the rank is inside NCCL and cannot be stopped");
-                }
-                Some(Err(error)) => {
-                    tracing::warn!(rank, %error, "communicator not given up");
-                }
-            }
-        }
+        self.comms.iter().filter_map(OnceLock::get).for_each(Communicator::abort);
     }
 
     fn ended(&self) -> std::sync::MutexGuard<'_, Option<String>> {
@@ -124,8 +114,8 @@ impl Collective<CudaBuffer> for NcclRank {
 
     fn start(&mut self, half: usize, values: &mut CudaBuffer) -> Result<(), TargetError> {
         self.order(&self.computed[half], Some(&self.compute), Some(&self.stream))?;
-        let span = Span { address: values.address(), len: values.len(), dtype: values.dtype() };
-        self.call(|comm| comm.all_reduce(span, &self.stream))?;
+        let row = DeviceMatrix::packed(values.address(), [1, values.len()], values.dtype());
+        self.call(|comm| comm.all_reduce(&row, &self.stream))?;
         self.order(&self.summed[half], Some(&self.stream), None)
     }
 
@@ -140,7 +130,7 @@ impl Collective<CudaBuffer> for NcclRank {
 
 fn refused(rank: usize, doing: &'static str) -> impl FnOnce(CudaError) -> TargetError {
     move |source| match source {
-        CudaError::Nccl { operation, code, meaning, .. } => {
+        CudaError::Nccl { operation, code, meaning } => {
             TargetError::Nccl { rank, operation, code, meaning }
         }
         source => TargetError::Cuda { rank, doing, source },

@@ -7,6 +7,7 @@ use kernels::gemm::{GemmDims, matmul_nn, matmul_nt, matmul_tn};
 use rayon::prelude::*;
 
 use super::{dot, peak, rows::rms_norm, sum, threads, top};
+use crate::losses::LossKind;
 use crate::ops::DistillRows;
 
 /// Columns of the teacher's head in one product.
@@ -161,7 +162,8 @@ pub(crate) fn distill(
                     let state = (rows.states[from + at] - start) as usize;
                     let weight = rows.weights[from + at];
                     let ids = head.draft_to_target;
-                    outcome.copy_from_slice(&compare(logits, &teacher, state, weight, ids));
+                    let row = (&teacher, state, ids);
+                    outcome.copy_from_slice(&compare(logits, row, weight, rows.loss));
                 },
             );
             if let Some((dhidden, dhead)) = &mut gradients {
@@ -182,10 +184,9 @@ pub(crate) fn distill(
 /// Loss, overlap and rightness of one row; leaves the gradient of its weighted loss in `logits`.
 fn compare(
     logits: &mut [f32],
-    teacher: &Teacher,
-    state: usize,
+    (teacher, state, draft_to_target): (&Teacher, usize, &[u32]),
     weight: f32,
-    draft_to_target: &[u32],
+    kind: LossKind,
 ) -> [f32; 3] {
     let p = &teacher.probabilities[state * logits.len()..(state + 1) * logits.len()];
     let mass = teacher.mass[state];
@@ -197,9 +198,26 @@ fn compare(
     let scale = total.recip();
     let q = &*logits;
     let overlap = sum(|at| (p[at] * mass).min(q[at] * scale), p.len());
-    for (q, p) in logits.iter_mut().zip(p) {
-        *q = weight * (*q * scale - p);
+    let cross = total.ln() - expected;
+    let divergence =
+        || cross + sum(|at| if p[at] > 0.0 { p[at] * p[at].ln() } else { 0.0 }, p.len());
+    let right = f32::from(u8::from(draft_to_target[guess] == teacher.top[state]));
+    let LossKind::Acceptance { eta } = kind else {
+        for (q, p) in logits.iter_mut().zip(p) {
+            *q = weight * (*q * scale - p);
+        }
+        let loss = if kind == LossKind::KullbackLeibler { divergence() } else { cross };
+        return [loss, overlap, right];
+    };
+    // Only tokens that the draft gives too little count in the derivative of the overlap.
+    let below = |q: f32, p: f32| q < p * mass;
+    let share = sum(|at| if below(q[at] * scale, p[at]) { q[at] * scale } else { 0.0 }, p.len());
+    let along = (-eta as f32 * overlap).exp();
+    let loss = along * divergence() + (1.0 - along) * (1.0 - overlap);
+    for (q, &p) in logits.iter_mut().zip(p) {
+        let chance = *q * scale;
+        let missed = chance * (share - f32::from(u8::from(below(chance, p))));
+        *q = weight * (along * (chance - p) + (1.0 - along) * missed);
     }
-    let right = draft_to_target[guess] == teacher.top[state];
-    [total.ln() - expected, overlap, f32::from(u8::from(right))]
+    [loss, overlap, right]
 }

@@ -5,7 +5,8 @@ use burn::backend::Cuda;
 use burn::backend::cuda::CudaDevice;
 use burn::tensor::DType;
 use kernels::cuda::{
-    Comparison, CudaError, DeviceMatrix, DeviceVector, Form, Product, RunningSoftmax, TeacherViews,
+    Comparison, CudaError, DeviceMatrix, DeviceVector, Form, Product, RowLoss, RunningSoftmax,
+    TeacherViews,
 };
 
 use super::engine::{Part, Work, faulted, run};
@@ -134,6 +135,7 @@ struct Draft {
     outcomes: DeviceMatrix,
     states: DeviceVector<u32>,
     weights: DeviceVector<f32>,
+    loss: RowLoss,
     /// Written: gradients of hidden rows and of the head.
     out: Option<[DeviceMatrix; 2]>,
 }
@@ -159,6 +161,7 @@ impl Draft {
             outcomes: self.outcomes.row_range(first..last),
             states: self.states.range(first..last),
             weights: self.weights.range(first..last),
+            loss: self.loss,
         };
         work.launch.compare(&rows, teacher)?;
         if let (Some(gradient), Some([d_hidden, d_head])) = (gradient, self.out) {
@@ -185,7 +188,6 @@ pub(super) fn distill(
     head: &TeacherHead<Cuda>,
     (rows, with_gradients): (&DistillRows, bool),
 ) -> (Distilled<Cuda>, [T<2>; 2]) {
-    let LossKind::SoftCrossEntropy = rows.loss;
     let (hidden, lm_head) = (in_rows(hidden), in_rows(lm_head));
     let (device, dtype) = (hidden.device(), hidden.dtype());
     let states = in_rows(normed_states(states, head));
@@ -213,6 +215,11 @@ pub(super) fn distill(
         outcomes: matrix(&outcomes),
         states: ids(&of_row),
         weights: vector(&weights),
+        loss: match rows.loss {
+            LossKind::SoftCrossEntropy => RowLoss::Cross,
+            LossKind::KullbackLeibler => RowLoss::Divergence,
+            LossKind::Acceptance { eta } => RowLoss::Acceptance { eta: eta as f32 },
+        },
         out: out.as_ref().map(|[d_hidden, d_head]| [matrix(d_hidden), matrix(d_head)]),
     };
     let (all_states, sum) = (matrix(&states), vector(&loss));

@@ -5,6 +5,7 @@ mod attention;
 mod distill;
 mod engine;
 mod gradients;
+mod input;
 mod optimizer;
 mod views;
 

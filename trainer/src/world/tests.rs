@@ -1,0 +1,107 @@
+//! Ranks as threads of this process: sums, strangers, processes of another run, a loss.
+
+use std::io::Write;
+use std::net::{TcpListener, TcpStream};
+use std::sync::Mutex;
+use std::sync::mpsc::{Sender, channel};
+
+use super::*;
+
+fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+fn place(rank: usize, size: usize, port: u16) -> Place {
+    Place { rank, size, local_rank: rank, master: ("127.0.0.1".to_owned(), port) }
+}
+
+fn nobody_is_lost(error: &WorldError) {
+    panic!("{error}");
+}
+
+/// Runs `work` as every rank of `size`.
+fn ranks<T: Send>(size: usize, work: impl Fn(World) -> T + Sync) -> Vec<T> {
+    let port = free_port();
+    std::thread::scope(|scope| {
+        let start = |rank| {
+            let work = &work;
+            scope.spawn(move || {
+                work(World::join(place(rank, size, port), "same", nobody_is_lost).unwrap())
+            })
+        };
+        let threads: Vec<_> = (0..size).map(start).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+#[test]
+fn every_rank_has_the_same_sum_bit_for_bit() {
+    // Values whose sum depends on the order.
+    let value = |rank: usize| [1e16, 1.0, -1e16, 3.0][rank];
+    let sums = ranks(4, |world| {
+        let mut values = [value(world.rank()), world.rank() as f64];
+        for _ in 0..50 {
+            values = [value(world.rank()), world.rank() as f64];
+            world.sum(&mut values).unwrap();
+        }
+        world.finish();
+        values
+    });
+    let expected = (0..4).fold(0.0, |sum, rank| sum + value(rank));
+    assert_eq!(sums, vec![[expected, 6.0]; 4]);
+}
+
+#[test]
+fn large_messages_and_empty_ones_cross() {
+    let seen = ranks(3, |world| {
+        let all = world.exchange(vec![world.rank() as u8; world.rank() << 20]).unwrap();
+        assert_eq!(world.from_first(world.rank() as f64 + 5.0).unwrap(), 5.0);
+        world.finish();
+        all.iter().map(|bytes| (bytes.len(), bytes.first().copied())).collect::<Vec<_>>()
+    });
+    assert_eq!(seen, vec![vec![(0, None), (1 << 20, Some(1)), (2 << 20, Some(2))]; 3]);
+}
+
+#[test]
+fn strangers_are_ignored_and_other_runs_refused() {
+    let port = free_port();
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| World::join(place(0, 2, port), "ours", nobody_is_lost));
+        let mut stranger = loop {
+            if let Ok(stream) = TcpStream::connect(("127.0.0.1", port)) {
+                break stream;
+            }
+        };
+        stranger.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+        drop(stranger);
+        let other = scope.spawn(|| World::join(place(1, 2, port), "theirs", nobody_is_lost));
+        let error = first.join().unwrap().unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains("theirs") && text.contains("ours"), "{text}");
+        assert_eq!(error.exit_code(), 78);
+        assert_eq!(other.join().unwrap().unwrap_err().exit_code(), 75);
+    });
+}
+
+static LOST: Mutex<Option<Sender<String>>> = Mutex::new(None);
+
+fn tell(error: &WorldError) {
+    let sender = LOST.lock().unwrap();
+    sender.as_ref().unwrap().send(error.to_string()).unwrap();
+}
+
+#[test]
+fn the_loss_of_one_process_is_told_to_the_others() {
+    let (sender, lost) = channel();
+    *LOST.lock().unwrap() = Some(sender);
+    let port = free_port();
+    std::thread::scope(|scope| {
+        let join = |rank| move || World::join(place(rank, 2, port), "same", tell).unwrap();
+        let (first, second) = (scope.spawn(join(0)), scope.spawn(join(1)));
+        let (first, second) = (first.join().unwrap(), second.join().unwrap());
+        drop(second);
+        let said = lost.recv().unwrap();
+        assert!(said.contains("rank 1 is gone"), "{said}");
+        assert_eq!(first.exchange(Vec::new()).unwrap_err().exit_code(), 75);
+    });
+}
