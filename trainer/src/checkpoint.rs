@@ -31,6 +31,8 @@ const WEIGHTS: &str = "weights.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
 const VOCAB: &str = "vocab.safetensors";
 const GOLDEN: &str = "golden.safetensors";
+/// Prefix of the parameters beside their average.
+pub const TRAINED: &str = "trained.";
 
 /// The best checkpoint of a run so far, by acceptance on the held-out samples.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -79,9 +81,10 @@ pub struct Checkpoint {
     pub state: CheckpointState,
     /// The configuration the run was started with.
     pub config: FitConfig,
-    /// f32 parameters by exported name.
+    /// f32 parameters by exported name; their moving average where `train.ema` keeps one.
     pub weights: TensorFile,
-    /// Moments as `first.NAME` and `second.NAME`; absent when loaded for inference.
+    /// Moments as `first.NAME` and `second.NAME`, and beside an average the parameters themselves
+    /// as `trained.NAME`; absent when loaded for inference.
     pub optimizer: Option<TensorFile>,
     /// The draft vocabulary.
     pub vocab: VocabMap,
@@ -207,21 +210,37 @@ impl Checkpoint {
         &self,
         device: &B::Device,
     ) -> Result<(Named<B>, Named<B>), CheckpointError> {
+        Ok((self.stored("first.", device)?, self.stored("second.", device)?))
+    }
+
+    /// The draft as it was trained, where the weights are an average of it.
+    pub fn trained_draft<B: Backend>(
+        &self,
+        device: &B::Device,
+    ) -> Result<Eagle3Draft<B>, CheckpointError> {
+        let mut stored = self.stored(TRAINED, device)?.into_iter();
+        let next = &mut |name: &str, _: &[usize]| match stored.next() {
+            Some((_, param)) => Ok(param),
+            None => Err(CheckpointError::Tensor { path: OPTIMIZER.into(), name: name.into() }),
+        };
+        Eagle3Draft::from_parameters(self.state.draft.clone(), next)
+    }
+
+    fn stored<B: Backend>(
+        &self,
+        prefix: &str,
+        device: &B::Device,
+    ) -> Result<Named<B>, CheckpointError> {
         let path = Path::new(OPTIMIZER);
         let file = self.optimizer.as_ref().ok_or_else(|| CheckpointError::Missing {
             path: path.into(),
             why: "it was loaded for inference",
         })?;
-        let read = |prefix: &str| -> Result<Named<B>, CheckpointError> {
-            let shapes = self.state.draft.parameter_shapes().into_iter();
-            shapes
-                .map(|(name, shape)| {
-                    let values = file.f32(&format!("{prefix}{name}"), &shape, path)?;
-                    Ok((name, Param::from_vec(values, &shape, device)))
-                })
-                .collect()
+        let read = |(name, shape): (String, Vec<usize>)| {
+            let values = file.f32(&format!("{prefix}{name}"), &shape, path)?;
+            Ok((name, Param::from_vec(values, &shape, device)))
         };
-        Ok((read("first.")?, read("second.")?))
+        self.state.draft.parameter_shapes().into_iter().map(read).collect()
     }
 }
 

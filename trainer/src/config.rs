@@ -139,8 +139,10 @@ pub struct DraftSection {
     pub norm_output: bool,
     /// The residual starts from the normed hidden state.
     pub norm_before_residual: bool,
-    /// Start of `lm_head`; it is trained either way.
+    /// Start of `lm_head`.
     pub lm_head_init: LmHeadInit,
+    /// `lm_head` stays as it starts.
+    pub freeze_lm_head: bool,
 }
 
 /// Which rows are trained at which step.
@@ -165,6 +167,17 @@ pub enum Loss {
     Kl,
     /// Acceptance, with the divergence where acceptance is low.
     Lk,
+}
+
+/// Distribution of the noise on aux states.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum NoiseKind {
+    /// Evenly between two ends.
+    #[default]
+    Uniform,
+    /// Bell-shaped.
+    Normal,
 }
 
 /// Type of states and products.
@@ -198,6 +211,10 @@ pub struct TrainSection {
     pub schedule: Decay,
     /// Last learning rate as a fraction of the highest.
     pub lr_floor: f64,
+    /// Schedule `step`: shares of the run after which the learning rate falls, ascending.
+    pub lr_milestones: Vec<f64>,
+    /// Schedule `step`: the factor by which it falls.
+    pub lr_factor: f64,
     /// AdamW: decay of the first moment.
     pub beta1: f64,
     /// AdamW: decay of the second moment.
@@ -218,8 +235,16 @@ pub struct TrainSection {
     pub loss: Loss,
     /// How fast `lk` leaves the divergence as acceptance rises.
     pub lk_eta: f64,
-    /// Batches summed into one optimizer step.
+    /// Size of noise added to the aux states: half the width of `uniform`, the standard deviation of
+    /// `normal`; 0 adds none.
+    pub noise: f64,
+    /// Its distribution.
+    pub noise_kind: NoiseKind,
+    /// Batches summed into one optimizer step, over all processes of the run.
     pub accumulate: usize,
+    /// Decay of a moving average of the weights, which is then what is evaluated and exported; 0
+    /// keeps none.
+    pub ema: f64,
     /// Type of states and products.
     pub compute: Compute,
 }
@@ -234,6 +259,8 @@ impl Default for TrainSection {
             warmup_steps: 20,
             schedule: Decay::Cosine,
             lr_floor: 0.0,
+            lr_milestones: vec![0.6, 0.85],
+            lr_factor: 0.1,
             beta1: 0.9,
             beta2: 0.95,
             adam_eps: 1e-8,
@@ -244,7 +271,10 @@ impl Default for TrainSection {
             mask_mode: MaskMode::Chain,
             loss: Loss::Ce,
             lk_eta: 3.0,
+            noise: 0.0,
+            noise_kind: NoiseKind::Uniform,
             accumulate: 1,
+            ema: 0.0,
             compute: Compute::Auto,
         }
     }
@@ -274,7 +304,7 @@ impl FitConfig {
     /// Checks ranges that the types do not; the error names the key.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let (data, train, keep) = (&self.data, &self.train, &self.checkpoint);
-        let rules: [(bool, &str, String, &str); 17] = [
+        let rules: [(bool, &str, String, &str); 21] = [
             (
                 !data.dataset.as_os_str().is_empty(),
                 "data.dataset",
@@ -310,6 +340,20 @@ impl FitConfig {
             positive_real("train.step_decay", train.step_decay),
             positive_real("train.lk_eta", train.lk_eta),
             positive("train.accumulate", train.accumulate as u64),
+            unit("train.ema", train.ema),
+            unit("train.lr_factor", train.lr_factor),
+            (
+                train.lr_milestones.iter().all(|share| (0.0..=1.0).contains(share)),
+                "train.lr_milestones",
+                format!("{:?}", train.lr_milestones),
+                "shares of the run, 0 to 1",
+            ),
+            (
+                train.noise >= 0.0 && train.noise.is_finite(),
+                "train.noise",
+                train.noise.to_string(),
+                "at least 0",
+            ),
             (
                 !keep.run_dir.as_os_str().is_empty(),
                 "checkpoint.run_dir",

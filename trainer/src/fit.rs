@@ -19,9 +19,11 @@ pub use self::step::TrainState;
 use crate::acceptance::Evaluation;
 use crate::checkpoint::RunDir;
 use crate::config::FitConfig;
+use crate::exchange::ExchangeOps;
 use crate::input::InputOps;
 use crate::ops::DraftOps;
 use crate::run_log::RunLog;
+use crate::world::World;
 
 /// Whether a run starts or continues.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,25 +60,31 @@ pub struct FitReport {
 }
 
 /// Trains a draft as configured and keeps its checkpoints in the run directory. States and products
-/// are of type `dtype`, sums of the optimizer in f32.
+/// are of type `dtype`, sums of the optimizer in f32. Every process of `world` calls this; the first
+/// one writes.
 pub fn run<B>(
     config: &FitConfig,
-    start: Start,
+    (start, world): (Start, &World),
     (device, dtype): (&B::Device, FloatDType),
 ) -> Result<FitReport, FitError>
 where
     B: AutodiffBackend + DraftOps + InputOps,
-    B::InnerBackend: DraftOps,
+    B::InnerBackend: DraftOps + ExchangeOps,
 {
     config.validate()?;
     let run = RunDir::new(&config.checkpoint.run_dir);
-    let _lock = run.claim()?;
+    let first = world.is_first();
+    let _lock = first.then(|| run.claim()).transpose()?;
     let session = Session::<B>::open(config, (device, dtype))?;
-    let mut state = TrainState::start(&session, &run, start)?;
-    let mut loader = session.loader(state.loader)?;
-    let mut log = RunLog::open(&run.metrics(), state.step, session.total_steps)?;
+    let mut state = TrainState::start(&session, &run, (start, world))?;
+    let mut loader = session.loader(state.loader, world)?;
+    let mut log = match first {
+        true => Some(RunLog::open(&run.metrics(), state.step, session.total_steps)?),
+        false => None,
+    };
     let clock = std::time::Instant::now();
     let (first_step, mut tokens) = (state.step, 0);
+    let mut saved = None;
 
     while state.step < session.total_steps {
         let Some(group) = state.next_group(&mut loader, config.train.accumulate)? else { break };
@@ -84,31 +92,39 @@ where
         tokens += outcome.tokens;
         let seconds = clock.elapsed().as_secs_f64();
         let stall = state.input.share(seconds);
-        log.record(state.step, outcome.record(tokens as f64 / seconds, stall))?;
+        if let Some(log) = &mut log {
+            log.record(state.step, outcome.record(tokens as f64 / seconds, stall))?;
+        }
         let last = state.step == session.total_steps;
         let keep = &config.checkpoint;
         let mut improved = false;
-        if (last || state.step.is_multiple_of(keep.eval_every))
-            && let Some(evaluation) = session.evaluate(&state.draft)?
-        {
-            improved = state.judge(&evaluation);
-            log.record(state.step, evaluation_record(&evaluation))?;
+        if last || state.step.is_multiple_of(keep.eval_every) {
+            improved = evaluate(&session, &mut state, &mut log)?;
         }
         if last || improved || state.step.is_multiple_of(keep.checkpoint_every) {
             tracing::trace!(target: "aerie::steps", step = state.step, "checkpoint");
-            state.checkpoint(&session).save(&run)?;
+            save(&session, &state, &run)?;
+            saved = Some(state.step);
             tracing::trace!(target: "aerie::steps", step = state.step, "prune");
-            run.prune(keep.keep_last, state.best)?;
+            if first {
+                run.prune(keep.keep_last, state.best)?;
+            }
         }
-        log.progress(state.step, &outcome.summary(&state, stall));
+        if let Some(log) = &mut log {
+            log.progress(state.step, &outcome.summary(state.best, stall));
+        }
     }
-    log.finish();
+    if let Some(log) = &log {
+        log.finish();
+    }
     if let Some(why) = state.input.explain(clock.elapsed().as_secs_f64()) {
         tracing::warn!("{why}");
     }
-    if run.steps()?.last() != Some(&state.step) {
-        state.checkpoint(&session).save(&run)?;
+    if saved != Some(state.step) && state.step != first_step {
+        save(&session, &state, &run)?;
     }
+    // The others have to find what the first one reports.
+    world.from_first(0.0)?;
     Ok(FitReport {
         steps: state.step,
         new_steps: state.step - first_step,
@@ -121,6 +137,44 @@ where
         best: state.best.map_or(run.latest()?, |best| run.checkpoint(best.step)),
         acceptance_length: state.best.map(|best| best.acceptance_length),
     })
+}
+
+/// Evaluates on the first process and tells the others; true for the best so far.
+fn evaluate<B>(
+    session: &Session<B>,
+    state: &mut TrainState<B>,
+    log: &mut Option<RunLog>,
+) -> Result<bool, FitError>
+where
+    B: AutodiffBackend + DraftOps + InputOps,
+    B::InnerBackend: DraftOps + ExchangeOps,
+{
+    if session.split.held_out.is_empty() {
+        return Ok(false);
+    }
+    let draft = state.evaluated()?;
+    let mut length = 0.0;
+    if let Some(log) = log
+        && let Some(evaluation) = session.evaluate(&draft)?
+    {
+        length = evaluation.all.acceptance_length;
+        log.record(state.step, evaluation_record(&evaluation))?;
+    }
+    let length = state.shards.world().from_first(length)?;
+    Ok(state.judge(length))
+}
+
+/// Gathers a checkpoint from all processes; the first one writes it.
+fn save<B>(session: &Session<B>, state: &TrainState<B>, run: &RunDir) -> Result<(), FitError>
+where
+    B: AutodiffBackend + DraftOps + InputOps,
+    B::InnerBackend: DraftOps + ExchangeOps,
+{
+    let checkpoint = state.checkpoint(session)?;
+    if state.shards.world().is_first() {
+        checkpoint.save(run)?;
+    }
+    Ok(())
 }
 
 fn evaluation_record(evaluation: &Evaluation) -> crate::run_log::Record {

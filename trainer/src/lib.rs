@@ -10,6 +10,7 @@ pub mod config;
 pub mod dataset;
 pub mod decode;
 pub mod draft;
+pub mod exchange;
 pub mod export;
 pub mod fit;
 pub mod golden;

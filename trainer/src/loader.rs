@@ -34,6 +34,9 @@ pub struct LoaderPlan {
     pub epochs: f64,
     /// Tokens of a batch.
     pub max_tokens: usize,
+    /// Which of how many processes reads: batch `n` of an epoch belongs to process `n` modulo
+    /// their number.
+    pub share: (usize, usize),
 }
 
 impl LoaderPlan {
@@ -56,8 +59,8 @@ impl LoaderPlan {
 /// A batch and the position after it.
 #[derive(Debug)]
 pub struct Loaded<M = Vec<u8>> {
-    /// The batch.
-    pub batch: HostBatch<M>,
+    /// The batch; `None` where it belongs to another process.
+    pub batch: Option<HostBatch<M>>,
     /// Position after it.
     pub next: LoaderState,
     /// Seconds it took to read and lay out.
@@ -148,12 +151,18 @@ fn read_ahead<R: Rooms>(
                 true => LoaderState { epoch: epoch + 1, position: 0 },
                 false => LoaderState { epoch, position: at as u64 + 1 },
             };
+            if at % plan.share.1 != plan.share.0 {
+                if sender.send(Ok(Loaded { batch: None, next, seconds: 0.0 })).is_err() {
+                    return Ok(());
+                }
+                continue;
+            }
             let documents: Vec<_> = threads.install(|| {
                 batch.par_iter().map(|&at| reader.read(at)).collect::<Result<_, _>>()
             })?;
             let batch = collate(&documents, |bytes| Ok::<_, DatasetError>(rooms.take(bytes)?))?;
             let seconds = clock.elapsed().as_secs_f64();
-            if sender.send(Ok(Loaded { batch, next, seconds })).is_err() {
+            if sender.send(Ok(Loaded { batch: Some(batch), next, seconds })).is_err() {
                 return Ok(());
             }
         }

@@ -40,6 +40,39 @@ impl TttMetrics {
         sum(&mut self.alpha_sum, &other.alpha_sum);
     }
 
+    /// Everything that adds up, for [`Self::set_sums`]; the divisors are not among it.
+    pub fn sums(&self) -> Vec<f64> {
+        let counts = [&self.step_rows, &self.counted, &self.right, &self.all_right];
+        let counts = counts.into_iter().flatten().map(|&count| count as f64);
+        let reals = [&self.step_loss_sum, &self.alpha_sum].into_iter().flatten();
+        counts.chain(reals.copied()).collect()
+    }
+
+    /// Takes sums over several processes, in the order of [`Self::sums`].
+    pub fn set_sums(&mut self, sums: &[f64]) {
+        let mut next = sums.iter().copied();
+        let counts = [&mut self.step_rows, &mut self.counted, &mut self.right, &mut self.all_right];
+        for (count, sum) in counts.into_iter().flatten().zip(next.by_ref()) {
+            // Counts below 2^53 are exact.
+            *count = sum as u64;
+        }
+        let reals = [&mut self.step_loss_sum, &mut self.alpha_sum].into_iter().flatten();
+        reals.zip(next).for_each(|(real, sum)| *real = sum);
+    }
+
+    /// No rows at all in `steps` steps.
+    pub fn zeros(steps: usize) -> Self {
+        Self {
+            step_rows: vec![0; steps],
+            step_loss_sum: vec![0.0; steps],
+            step_divisor: vec![0.0; steps],
+            counted: vec![0; steps],
+            right: vec![0; steps],
+            all_right: vec![0; steps],
+            alpha_sum: vec![0.0; steps],
+        }
+    }
+
     /// Loss of each step: sum over divisor.
     pub fn step_loss(&self) -> Vec<f64> {
         let pairs = self.step_loss_sum.iter().zip(&self.step_divisor);

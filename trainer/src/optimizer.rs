@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::draft::{Eagle3Draft, Param};
+use crate::exchange::{ExchangeError, ExchangeOps, Shards};
 use crate::ops::{AdamWState, AdamWStep, DraftOps};
 
 /// A gradient or a moment for every parameter, in the order of [`Eagle3Draft::parameters`].
@@ -26,7 +27,8 @@ pub struct AdamWConfig {
     pub clip: f64,
 }
 
-/// Moments of every parameter and the number of steps taken.
+/// Moments of every parameter and the number of steps taken. Where several processes train
+/// together, each keeps its own part of everything here (see [`Shards`]).
 #[derive(Clone, Debug)]
 pub struct AdamW<B: Backend> {
     config: AdamWConfig,
@@ -35,6 +37,17 @@ pub struct AdamW<B: Backend> {
     second: Named<B>,
     /// f32 parameters that the draft's are rounded from; `None` when those are f32 themselves.
     masters: Option<Named<B>>,
+    /// Parameter that stays as it is.
+    frozen: Option<&'static str>,
+    average: Option<Average<B>>,
+}
+
+/// A moving average of the parameters, in f32.
+#[derive(Clone, Debug)]
+struct Average<B: Backend> {
+    /// Share of the old average that stays at each step.
+    decay: f64,
+    values: Named<B>,
 }
 
 /// A gradient that must not be applied. Neither parameters nor moments have been changed.
@@ -51,6 +64,9 @@ pub enum GradientError {
         /// Steps taken before.
         step: u64,
     },
+    /// Other processes, or the way to them.
+    #[error(transparent)]
+    Exchange(#[from] ExchangeError),
     /// Gradients that are not those of the parameters.
     #[error("gradients and moments differ: {expected} expected, {found} found")]
     Mismatch {
@@ -66,22 +82,33 @@ impl GradientError {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::NotFinite { .. } => 65,
+            Self::Exchange(error) => error.exit_code(),
             Self::Mismatch { .. } => 70,
         }
     }
 }
 
-impl<B: DraftOps> AdamW<B> {
+impl<B: DraftOps + ExchangeOps> AdamW<B> {
     /// Zero moments for the parameters of a draft.
     pub fn new(config: AdamWConfig, draft: &Eagle3Draft<B>) -> Self {
         let zeros = |(name, param): (String, Param<B>)| (name, param.zeros_like());
         let first: Named<B> = draft.parameters().into_iter().map(zeros).collect();
-        Self { config, step: 0, second: first.clone(), first, masters: None }
+        Self::from_moments(config, 0, first.clone(), first)
     }
 
     /// Continues from stored moments, in the order of the parameters.
     pub fn from_moments(config: AdamWConfig, step: u64, first: Named<B>, second: Named<B>) -> Self {
-        Self { config, step, first, second, masters: None }
+        Self { config, step, first, second, masters: None, frozen: None, average: None }
+    }
+
+    /// The same, but the parameter `name` is never updated.
+    pub fn with_frozen(self, name: &'static str) -> Self {
+        Self { frozen: Some(name), ..self }
+    }
+
+    /// Keeps a moving average of the parameters, which is `start` now: whole f32 parameters.
+    pub fn with_average(self, decay: f64, start: Named<B>) -> Self {
+        Self { average: Some(Average { decay, values: start }), ..self }
     }
 
     /// Keeps the f32 parameters of `draft` here and gives a draft whose matrices are of type
@@ -98,9 +125,39 @@ impl<B: DraftOps> AdamW<B> {
         (Self { masters: Some(draft.parameters()), ..self }, copy)
     }
 
-    /// The parameters in full precision, in the order of [`Eagle3Draft::parameters`].
-    pub fn weights(&self, draft: &Eagle3Draft<B>) -> Named<B> {
-        self.masters.clone().unwrap_or_else(|| draft.parameters())
+    /// Drops what other processes keep.
+    pub fn split(self, shards: &Shards<B>) -> Self {
+        let own = |list: Named<B>| -> Named<B> {
+            list.into_iter().map(|(name, param)| (name, shards.own(param))).collect()
+        };
+        Self {
+            first: own(self.first),
+            second: own(self.second),
+            masters: self.masters.map(own),
+            average: self.average.map(|kept| Average { values: own(kept.values), ..kept }),
+            ..self
+        }
+    }
+
+    /// The parameters in full precision, whole, in the order of [`Eagle3Draft::parameters`].
+    pub fn weights(
+        &self,
+        draft: &Eagle3Draft<B>,
+        shards: &Shards<B>,
+    ) -> Result<Named<B>, ExchangeError> {
+        match &self.masters {
+            Some(masters) => whole(masters, draft, shards),
+            None => Ok(draft.parameters()),
+        }
+    }
+
+    /// The average of the parameters, whole; `None` where none is kept.
+    pub fn average(
+        &self,
+        draft: &Eagle3Draft<B>,
+        shards: &Shards<B>,
+    ) -> Result<Option<Named<B>>, ExchangeError> {
+        self.average.as_ref().map(|kept| whole(&kept.values, draft, shards)).transpose()
     }
 
     /// Updates taken so far.
@@ -108,21 +165,28 @@ impl<B: DraftOps> AdamW<B> {
         self.step
     }
 
-    /// First and second moments, in the order of the parameters.
-    pub fn moments(&self) -> (&Named<B>, &Named<B>) {
-        (&self.first, &self.second)
+    /// First and second moments, whole, in the order of the parameters.
+    pub fn moments(
+        &self,
+        draft: &Eagle3Draft<B>,
+        shards: &Shards<B>,
+    ) -> Result<(Named<B>, Named<B>), ExchangeError> {
+        Ok((whole(&self.first, draft, shards)?, whole(&self.second, draft, shards)?))
     }
 
-    /// Clips the gradients to the global norm, updates the moments and returns the updated draft
-    /// and the norm before clipping. Refuses gradients that are not finite, changing nothing.
+    /// Sums the gradients over all processes, clips them to the global norm, updates the moments
+    /// and returns the updated draft and the norm before clipping. Refuses gradients that are not
+    /// finite, changing nothing.
     pub fn update(
         &mut self,
         draft: &Eagle3Draft<B>,
         gradients: Named<B>,
-        rate: f64,
+        (rate, shards): (f64, &Shards<B>),
     ) -> Result<(Eagle3Draft<B>, f64), GradientError> {
-        self.check_order(&gradients)?;
-        let norm = self.global_norm(&gradients)?;
+        check_order(draft, &gradients)?;
+        let shapes: Vec<Vec<usize>> = gradients.iter().map(|(_, g)| g.shape()).collect();
+        let gradients = self.sum(gradients, shards)?;
+        let norm = self.global_norm(&gradients, (&shapes, shards))?;
         let clip = self.config.clip;
         let scale = if clip > 0.0 && norm > clip { clip / norm } else { 1.0 };
         self.step += 1;
@@ -131,49 +195,122 @@ impl<B: DraftOps> AdamW<B> {
         let mut masters = self.masters.take().map(Vec::into_iter);
         let mut kept = masters.is_some().then(Vec::new);
         let mut state = gradients.into_iter().zip(first.into_iter().zip(second));
-        let updated = draft.map(|name, param| {
+        let mut updated = Vec::with_capacity(shapes.len());
+        for ((name, param), shape) in draft.parameters().into_iter().zip(&shapes) {
             let Some(((_, gradient), ((_, first), (_, second)))) = state.next() else {
                 unreachable!("check_order compared the parameters one by one");
             };
             let master = masters.as_mut().and_then(Iterator::next).map(|(_, master)| master);
-            let done = step.apply(Parts { param, master, first, second }, gradient);
-            self.first.push((name.to_owned(), done.first));
-            self.second.push((name.to_owned(), done.second));
+            let done = match gradient {
+                Some(gradient) => {
+                    let parts = Parts { param: shards.own(param), master, first, second };
+                    let done = step.apply(parts, gradient);
+                    Parts { param: shards.whole(done.param, shape)?, ..done }
+                }
+                None => Parts { param, master, first, second },
+            };
+            self.first.push((name.clone(), done.first));
+            self.second.push((name.clone(), done.second));
             if let (Some(kept), Some(master)) = (&mut kept, done.master) {
-                kept.push((name.to_owned(), master));
+                kept.push((name, master));
             }
-            done.param
-        });
+            updated.push(done.param);
+        }
         self.masters = kept;
+        let mut updated = updated.into_iter();
+        let updated = draft.map(|_, old| updated.next().unwrap_or(old));
+        self.follow(&updated, shards);
         Ok((updated, norm))
     }
 
-    fn check_order(&self, gradients: &Named<B>) -> Result<(), GradientError> {
-        let describe = |entry: Option<&(String, Param<B>)>| {
-            entry.map_or("nothing".to_owned(), |(n, p)| format!("{n} {:?}", p.shape()))
+    /// This process's parts of the sums; `None` for what is frozen.
+    fn sum(
+        &self,
+        gradients: Named<B>,
+        shards: &Shards<B>,
+    ) -> Result<Vec<(String, Option<Param<B>>)>, ExchangeError> {
+        let one = |(name, gradient): (String, Param<B>)| {
+            let sum = match self.frozen == Some(name.as_str()) {
+                true => None,
+                false => Some(shards.sum(gradient)?),
+            };
+            Ok((name, sum))
         };
-        for at in 0..self.first.len().max(gradients.len()) {
-            let expected = describe(self.first.get(at));
-            let found = describe(gradients.get(at));
-            if expected != found {
-                return Err(GradientError::Mismatch { expected, found });
-            }
-        }
-        Ok(())
+        gradients.into_iter().map(one).collect()
     }
 
-    fn global_norm(&self, gradients: &Named<B>) -> Result<f64, GradientError> {
-        let values: Vec<Param<B>> =
-            gradients.iter().map(|(_, gradient)| gradient.clone()).collect();
-        let squares = B::square_sums(&values);
-        let bad = gradients.iter().zip(&squares).find(|(_, sum)| !sum.is_finite());
+    fn global_norm(
+        &self,
+        gradients: &[(String, Option<Param<B>>)],
+        (shapes, shards): (&[Vec<usize>], &Shards<B>),
+    ) -> Result<f64, GradientError> {
+        let trained: Vec<(&String, &Param<B>, &Vec<usize>)> = gradients
+            .iter()
+            .zip(shapes)
+            .filter_map(|((name, gradient), shape)| Some((name, gradient.as_ref()?, shape)))
+            .collect();
+        let values: Vec<Param<B>> = trained.iter().map(|(_, g, _)| (*g).clone()).collect();
+        let mut squares = B::square_sums(&values);
+        for (square, (_, _, shape)) in squares.iter_mut().zip(&trained) {
+            if !shards.counts(shape) {
+                *square = 0.0;
+            }
+        }
+        shards.world().sum(&mut squares).map_err(ExchangeError::from)?;
+        let bad = trained.iter().zip(&squares).find(|(_, sum)| !sum.is_finite());
         match bad {
-            Some(((name, _), _)) => {
-                Err(GradientError::NotFinite { name: name.clone(), step: self.step })
+            Some(((name, ..), _)) => {
+                Err(GradientError::NotFinite { name: (*name).clone(), step: self.step })
             }
             None => Ok(squares.iter().sum::<f64>().sqrt()),
         }
     }
+
+    /// Moves the average towards the parameters.
+    fn follow(&mut self, draft: &Eagle3Draft<B>, shards: &Shards<B>) {
+        let Some(Average { decay, values }) = self.average.take() else { return };
+        let present = match &self.masters {
+            Some(masters) => masters.clone(),
+            None => {
+                let own = |(name, param): (String, Param<B>)| (name, shards.own(param));
+                draft.parameters().into_iter().map(own).collect()
+            }
+        };
+        let values = add_scaled(Some(add_scaled(None, values, decay)), present, 1.0 - decay);
+        self.average = Some(Average { decay, values });
+    }
+}
+
+/// Whole parameters from everybody's parts.
+fn whole<B: DraftOps + ExchangeOps>(
+    parts: &Named<B>,
+    draft: &Eagle3Draft<B>,
+    shards: &Shards<B>,
+) -> Result<Named<B>, ExchangeError> {
+    let shapes = draft.config().parameter_shapes();
+    let pairs = parts.iter().zip(shapes);
+    pairs
+        .map(|((name, part), (_, shape))| Ok((name.clone(), shards.whole(part.clone(), &shape)?)))
+        .collect()
+}
+
+fn check_order<B: Backend>(
+    draft: &Eagle3Draft<B>,
+    gradients: &Named<B>,
+) -> Result<(), GradientError> {
+    let shapes = draft.config().parameter_shapes();
+    for at in 0..shapes.len().max(gradients.len()) {
+        let expected = shapes.get(at).map(|(name, shape)| format!("{name} {shape:?}"));
+        let found = gradients.get(at).map(|(name, param)| format!("{name} {:?}", param.shape()));
+        if expected != found {
+            let nothing = || "nothing".to_owned();
+            return Err(GradientError::Mismatch {
+                expected: expected.unwrap_or_else(nothing),
+                found: found.unwrap_or_else(nothing),
+            });
+        }
+    }
+    Ok(())
 }
 
 /// Sums two lists of gradients of the same draft, the second times `weight`.
@@ -268,108 +405,4 @@ impl Step {
 }
 
 #[cfg(test)]
-mod tests {
-    use burn::backend::Flex;
-
-    use super::*;
-    use crate::draft::{AttentionConfig, DraftConfig};
-
-    fn draft() -> Eagle3Draft<Flex> {
-        let config = DraftConfig {
-            hidden_size: 4,
-            intermediate_size: 4,
-            num_attention_heads: 1,
-            attention: AttentionConfig::Gqa { num_key_value_heads: 1, head_dim: 4 },
-            rms_norm_eps: 1e-5,
-            rope_theta: 1e4,
-            yarn: None,
-            vocab_size: 6,
-            draft_vocab_size: 5,
-            num_aux: 3,
-            fc_norm: false,
-            norm_output: false,
-            norm_before_residual: false,
-        };
-        Eagle3Draft::init(config, 1, &Default::default()).unwrap()
-    }
-
-    fn settings(clip: f64, weight_decay: f64) -> AdamWConfig {
-        AdamWConfig { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay, clip }
-    }
-
-    fn gradients(draft: &Eagle3Draft<Flex>, value: impl Fn(usize) -> f32) -> Named<Flex> {
-        let fill = |(name, param): (String, Param<Flex>)| {
-            let shape = param.shape();
-            let values = (0..shape.iter().product()).map(&value).collect();
-            (name, Param::from_vec(values, &shape, &Default::default()))
-        };
-        draft.parameters().into_iter().map(fill).collect()
-    }
-
-    fn values(draft: &Eagle3Draft<Flex>) -> Vec<f32> {
-        draft.parameters().iter().flat_map(|(_, p)| p.to_vec()).collect()
-    }
-
-    /// AdamW written from its definition in f64, one value at a time.
-    fn reference(start: f64, gradient: f64, steps: i32, decay: f64) -> f64 {
-        let (mut p, mut m, mut v) = (start, 0.0, 0.0);
-        for t in 1..=steps {
-            m = 0.9 * m + 0.1 * gradient;
-            v = 0.95 * v + 0.05 * gradient * gradient;
-            let (mh, vh) = (m / (1.0 - 0.9f64.powi(t)), v / (1.0 - 0.95f64.powi(t)));
-            p = p * (1.0 - 0.01 * decay) - 0.01 * mh / (vh.sqrt() + 1e-8);
-        }
-        p
-    }
-
-    #[test]
-    fn follows_the_definition_and_decays_matrices_only() {
-        let start = draft();
-        let mut adamw = AdamW::new(settings(0.0, 0.1), &start);
-        let mut now = start.clone();
-        let gradient = |at: usize| (at as f32 - 3.0) * 0.25;
-        for _ in 0..5 {
-            (now, _) = adamw.update(&now, gradients(&start, gradient), 0.01).unwrap();
-        }
-        for ((name, before), (_, after)) in start.parameters().iter().zip(now.parameters()) {
-            let decay = if before.shape().len() == 1 { 0.0 } else { 0.1 };
-            for (at, (p0, p)) in before.to_vec().iter().zip(after.to_vec()).enumerate() {
-                let expected = reference(f64::from(*p0), f64::from(gradient(at)), 5, decay);
-                assert!((expected - f64::from(p)).abs() < 2e-6, "{name}[{at}]: {expected} {p}");
-            }
-        }
-    }
-
-    #[test]
-    fn clipping_is_by_the_norm_over_all_parameters() {
-        let start = draft();
-        let count = values(&start).len() as f64;
-        let mut clipped = AdamW::new(settings(0.5, 0.0), &start);
-        let (_, norm) = clipped.update(&start, gradients(&start, |_| 2.0), 0.01).unwrap();
-        assert!((norm - 2.0 * count.sqrt()).abs() < 1e-3 * norm);
-        let (first, _) = clipped.moments();
-        let squares: f64 =
-            first.iter().flat_map(|(_, m)| m.to_vec()).map(|m| f64::from(m).powi(2)).sum();
-        assert!((squares.sqrt() - 0.1 * 0.5).abs() < 1e-5, "{}", squares.sqrt());
-    }
-
-    #[test]
-    fn a_gradient_that_is_not_finite_changes_nothing() {
-        let start = draft();
-        let mut adamw = AdamW::new(settings(0.5, 0.0), &start);
-        for bad in [f32::NAN, f32::INFINITY] {
-            let error = adamw
-                .update(&start, gradients(&start, |at| if at == 1 { bad } else { 1.0 }), 0.01)
-                .unwrap_err();
-            assert!(
-                matches!(&error, GradientError::NotFinite { name, step: 0 } if name == "fc.weight")
-            );
-            assert_eq!(error.exit_code(), 65);
-        }
-        let moments = adamw.moments();
-        assert!(
-            moments.0.iter().chain(moments.1).all(|(_, m)| m.to_vec().iter().all(|x| *x == 0.0))
-        );
-        assert_eq!(adamw.steps(), 0);
-    }
-}
+mod tests;

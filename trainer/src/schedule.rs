@@ -12,10 +12,12 @@ pub enum Decay {
     Linear,
     /// The peak throughout.
     Constant,
+    /// The peak times a factor for each milestone passed.
+    Step,
 }
 
 /// Warm-up and decay of the learning rate.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Schedule {
     /// Highest learning rate.
     pub peak: f64,
@@ -27,6 +29,8 @@ pub struct Schedule {
     pub decay: Decay,
     /// Learning rate at the end as a fraction of the peak.
     pub floor: f64,
+    /// [`Decay::Step`]: shares of all steps at which the rate falls, and the factor by which.
+    pub milestones: (Vec<f64>, f64),
 }
 
 impl Schedule {
@@ -42,6 +46,12 @@ impl Schedule {
             Decay::Cosine => 0.5 * (1.0 + (std::f64::consts::PI * done).cos()),
             Decay::Linear => 1.0 - done,
             Decay::Constant => 1.0,
+            Decay::Step => {
+                let (milestones, factor) = &self.milestones;
+                let done = step as f64 / self.total_steps.max(1) as f64;
+                let passed = milestones.iter().filter(|&&milestone| milestone <= done).count();
+                factor.powi(passed as i32)
+            }
         };
         self.peak * (self.floor + (1.0 - self.floor) * share)
     }
@@ -52,7 +62,8 @@ mod tests {
     use super::*;
 
     fn schedule(decay: Decay) -> Schedule {
-        Schedule { peak: 2.0, warmup_steps: 4, total_steps: 14, decay, floor: 0.1 }
+        let milestones = (vec![0.5, 0.75], 0.25);
+        Schedule { peak: 2.0, warmup_steps: 4, total_steps: 14, decay, floor: 0.1, milestones }
     }
 
     #[test]
@@ -75,6 +86,13 @@ mod tests {
         for decay in [Decay::Cosine, Decay::Linear] {
             assert!((schedule(decay).rate(9) - 1.1).abs() < 1e-12);
         }
+    }
+
+    #[test]
+    fn falls_at_each_milestone_and_not_before() {
+        let schedule = Schedule { floor: 0.0, ..schedule(Decay::Step) };
+        let rates = [6, 7, 10, 11, 13].map(|step| schedule.rate(step));
+        assert_eq!(rates, [2.0, 0.5, 0.5, 0.125, 0.125]);
     }
 
     #[test]

@@ -12,6 +12,7 @@ use trainer::decode::{DraftDecoder, NewRows};
 use trainer::fit::{Session, Start, TrainState, frozen_target, mapping, ttt_options};
 use trainer::live::LiveCounts;
 use trainer::target::TargetHead;
+use trainer::world::World;
 
 type Backend = Autodiff<Flex>;
 
@@ -57,8 +58,8 @@ fn rounds_are_those_of_a_decoder_with_a_cache() {
     let place = (&Default::default(), FloatDType::F32);
     let session = Session::<Backend>::open(&config, place).unwrap();
     let run = trainer::checkpoint::RunDir::new(&config.checkpoint.run_dir);
-    let mut state = TrainState::start(&session, &run, Start::Fresh).unwrap();
-    let mut loader = session.loader(state.loader).unwrap();
+    let mut state = TrainState::start(&session, &run, (Start::Fresh, &World::alone())).unwrap();
+    let mut loader = session.loader(state.loader, &World::alone()).unwrap();
     while state.step < session.total_steps {
         let group = state.next_group(&mut loader, 1).unwrap().unwrap();
         state.train(&session, group).unwrap();

@@ -8,14 +8,16 @@ use std::path::Path;
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::FloatDType;
 use trainer::checkpoint::{Checkpoint, Parts, RunDir};
-use trainer::config::{FitConfig, Layout};
+use trainer::config::{FitConfig, Layout, Loss, NoiseKind};
 use trainer::dataset::ManifestDataset;
 use trainer::fit::{self, FitError, FitReport, Session, Start, TrainState};
+use trainer::schedule::Decay;
+use trainer::world::World;
 
 type Backend = Autodiff<Flex>;
 
 fn run(config: &FitConfig, start: Start) -> Result<FitReport, FitError> {
-    fit::run::<Backend>(config, start, (&Default::default(), FloatDType::F32))
+    fit::run::<Backend>(config, (start, &World::alone()), (&Default::default(), FloatDType::F32))
 }
 
 fn bytes(dir: &Path, name: &str) -> Vec<u8> {
@@ -141,16 +143,55 @@ fn resuming_at_every_step_of_fifty_is_bit_exact() {
             let entry = entry.unwrap();
             std::fs::copy(entry.path(), kept.join(entry.file_name())).unwrap();
         }
-        let mut state = TrainState::start(&session, &again, Start::Resume).unwrap();
-        let mut loader = session.loader(state.loader).unwrap();
+        let mut state =
+            TrainState::start(&session, &again, (Start::Resume, &World::alone())).unwrap();
+        let mut loader = session.loader(state.loader, &World::alone()).unwrap();
         let group = state.next_group(&mut loader, straight.train.accumulate).unwrap().unwrap();
         state.train(&session, group).unwrap();
-        let saved = state.checkpoint(&session).save(&again).unwrap();
+        let saved = state.checkpoint(&session).unwrap().save(&again).unwrap();
         for name in ["weights.safetensors", "optimizer.safetensors", "state.json"] {
             let same = bytes(&original.checkpoint(k + 1), name) == bytes(&saved, name);
             assert!(same, "{name} differs after resuming at {k}");
         }
     }
+}
+
+/// Everything that changes the path of the weights, at once.
+#[test]
+fn resuming_is_bit_exact_with_noise_average_frozen_head_and_lk() {
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("data");
+    support::dataset(&data, 40);
+    let mut config = support::config(&data, &dir.path().join("straight"));
+    let train = &mut config.train;
+    (train.noise, train.noise_kind, train.ema) = (0.1, NoiseKind::Normal, 0.9);
+    (train.loss, train.schedule, train.max_steps) = (Loss::Lk, Decay::Step, 8);
+    train.epochs = 4.0;
+    config.draft.freeze_lm_head = true;
+    config.checkpoint.checkpoint_every = 4;
+    let straight = run(&config, Start::Fresh).unwrap();
+    let old = RunDir::new(&config.checkpoint.run_dir);
+    config.checkpoint.run_dir = dir.path().join("resumed");
+    let kept = RunDir::new(&config.checkpoint.run_dir).checkpoint(4);
+    std::fs::create_dir_all(&kept).unwrap();
+    for entry in std::fs::read_dir(old.checkpoint(4)).unwrap() {
+        let entry = entry.unwrap();
+        std::fs::copy(entry.path(), kept.join(entry.file_name())).unwrap();
+    }
+    let resumed = run(&config, Start::Resume).unwrap();
+    for name in ["weights.safetensors", "optimizer.safetensors"] {
+        assert!(bytes(&straight.checkpoint, name) == bytes(&resumed.checkpoint, name), "{name}");
+    }
+    let load = |parts| Checkpoint::load(&straight.checkpoint, parts).unwrap();
+    let head = |step: u64| {
+        let checkpoint = Checkpoint::load(&old.checkpoint(step), Parts::Everything).unwrap();
+        checkpoint.optimizer.unwrap().tensors["trained.lm_head.weight"].clone()
+    };
+    assert_eq!(head(4), head(8), "the head is frozen");
+    let all = load(Parts::Everything);
+    let (average, trained) = (&all.weights, all.optimizer.as_ref().unwrap());
+    let different = average.tensors["fc.weight"] != trained.tensors["trained.fc.weight"];
+    assert!(different, "the average is not the last weights");
 }
 
 #[test]

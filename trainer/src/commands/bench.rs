@@ -136,7 +136,7 @@ impl BenchArgs {
 
 /// Prints times, rates and the share of the speed of a plain product.
 pub(crate) fn run(args: &BenchArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
-    match args.device.open(args.compute)? {
+    match args.device.open(args.compute, 0)? {
         (Place::Cpu, _) => run_cpu(args, out),
         (Place::Cuda(device), dtype) => super::bench_cuda::run(args, (&device, dtype), out),
     }

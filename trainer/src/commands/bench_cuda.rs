@@ -10,6 +10,7 @@ use burn::tensor::{DType, Distribution, FloatDType, Tensor};
 use kernels::cuda::CudaError;
 use trainer::cuda::{Part, settle, start_timer, take_times, tensor_memory};
 use trainer::draft::ParamShapeError;
+use trainer::exchange::Shards;
 use trainer::optimizer::{AdamW, AdamWConfig};
 use trainer::{
     DraftOps, DraftVocabulary, Eagle3Draft, FrozenTarget, Param, TargetWeights, TrainBatch,
@@ -105,7 +106,8 @@ impl Setting {
         let mut gradients = output.loss.backward();
         output.fetch();
         let gradients = tracked.gradients(&mut gradients);
-        let (draft, _) = self.optimizer.update(&self.draft, gradients, 1e-4)?;
+        let step = (1e-4, &Shards::alone());
+        let (draft, _) = self.optimizer.update(&self.draft, gradients, step)?;
         self.draft = draft;
         let loss = output.metrics().loss(self.options.step_decay);
         drop((output, tracked));

@@ -38,7 +38,7 @@ pub(crate) struct CheckArgs {
 
 /// Prints a line for each compared value; false when one is above the tolerance.
 pub(crate) fn run(args: &CheckArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
-    let (place, dtype) = args.device.open(args.compute)?;
+    let (place, dtype) = args.device.open(args.compute, 0)?;
     let exact = dtype == FloatDType::F32;
     let mut passed = true;
     for path in &args.golden {

@@ -14,7 +14,7 @@ pub(crate) enum Place {
 /// Device of a command.
 #[derive(clap::Args, Clone, Debug)]
 pub(crate) struct DeviceArgs {
-    /// cpu, cuda, or cuda:N for the GPU with that number.
+    /// cpu, cuda (with several processes the GPU of LOCAL_RANK), or cuda:N for a certain one.
     #[arg(long, default_value = "cpu", value_name = "DEVICE", value_parser = parse)]
     device: Asked,
 }
@@ -22,22 +22,27 @@ pub(crate) struct DeviceArgs {
 #[derive(Clone, Copy, Debug)]
 enum Asked {
     Cpu,
-    Cuda(usize),
+    Cuda(Option<usize>),
 }
 
 fn parse(text: &str) -> Result<Asked, String> {
     let number = |text: &str| text.parse().map_err(|_| format!("{text} is no number of a GPU"));
     match text.split_once(':') {
         None if text == "cpu" => Ok(Asked::Cpu),
-        None if text == "cuda" => Ok(Asked::Cuda(0)),
-        Some(("cuda", ordinal)) => Ok(Asked::Cuda(number(ordinal)?)),
+        None if text == "cuda" => Ok(Asked::Cuda(None)),
+        Some(("cuda", ordinal)) => Ok(Asked::Cuda(Some(number(ordinal)?))),
         _ => Err("expected cpu, cuda or cuda:N".to_owned()),
     }
 }
 
 impl DeviceArgs {
     /// Opens the device and settles the type; what is missing is an error with exit code 69.
-    pub(crate) fn open(&self, compute: Compute) -> anyhow::Result<(Place, FloatDType)> {
+    /// `local_rank` is the number of this process on its machine.
+    pub(crate) fn open(
+        &self,
+        compute: Compute,
+        local_rank: usize,
+    ) -> anyhow::Result<(Place, FloatDType)> {
         match (self.device, compute) {
             (Asked::Cpu, Compute::Bf16) => Err(ConfigError::Value {
                 key: "train.compute".to_owned(),
@@ -47,7 +52,7 @@ impl DeviceArgs {
             .into()),
             (Asked::Cpu, _) => Ok((Place::Cpu, FloatDType::F32)),
             (Asked::Cuda(ordinal), compute) => {
-                let device = trainer::cuda::open(ordinal)?;
+                let device = trainer::cuda::open(ordinal.unwrap_or(local_rank))?;
                 let dtype = match compute {
                     Compute::F32 => FloatDType::F32,
                     Compute::Auto | Compute::Bf16 => FloatDType::BF16,

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use burn::backend::{Autodiff, Cuda, Flex};
 use trainer::checkpoint::RunDir;
 use trainer::fit::{self, FitReport, Start};
+use trainer::world::{Place as Seat, World, WorldError};
 
 use super::device::{DeviceArgs, Place};
 use super::flags::ConfigFlags;
@@ -35,7 +36,16 @@ pub(crate) fn run(args: &FitArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
     if let Some(run) = &args.resume {
         config.checkpoint.run_dir.clone_from(run);
     }
-    let report = match args.device.open(config.train.compute)? {
+    config.validate()?;
+    let place = Seat::from_env()?;
+    let local_rank = place.as_ref().map_or(0, |place| place.local_rank);
+    let opened = args.device.open(config.train.compute, local_rank)?;
+    let world = match place {
+        Some(place) => World::join(place, &config.to_toml(), end)?,
+        None => World::alone(),
+    };
+    let start = (start, &world);
+    let report = match opened {
         (Place::Cpu, dtype) => {
             fit::run::<Autodiff<Flex>>(&config, start, (&Default::default(), dtype))?
         }
@@ -43,12 +53,22 @@ pub(crate) fn run(args: &FitArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
             fit::run::<Autodiff<Cuda>>(&config, start, (&device, dtype))?
         }
     };
+    world.finish();
+    if !world.is_first() {
+        return Ok(true);
+    }
     if args.json {
         writeln!(out, "{}", serde_json::to_string(&report)?)?;
     } else {
         print(&report, out)?;
     }
     Ok(true)
+}
+
+/// Without one process the others would wait for ever, some of them inside a kernel.
+fn end(lost: &WorldError) {
+    tracing::error!("{lost}");
+    std::process::exit(lost.exit_code().into());
 }
 
 fn print(report: &FitReport, out: &mut dyn Write) -> std::io::Result<()> {

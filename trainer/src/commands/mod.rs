@@ -23,6 +23,7 @@ use trainer::target::TargetError as TargetHeadError;
 use trainer::tensors::TensorFileError;
 use trainer::trained::TrainedError;
 use trainer::ttt::TttError;
+use trainer::world::WorldError;
 
 /// Exit code of the outermost error that knows one; 70 otherwise.
 pub(crate) fn exit_code(error: &anyhow::Error) -> u8 {
@@ -49,6 +50,7 @@ fn code(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
         LiveError,
         TttError,
         GoldenError,
+        WorldError,
         kernels::cuda::CudaError,
         extractor::target::TargetError,
         extractor::encode::EncoderError

@@ -10,7 +10,7 @@ pub enum Kind {
     Number,
     /// `true` or `false`.
     Bool,
-    /// Whole numbers separated by commas.
+    /// Numbers separated by commas.
     List,
 }
 
@@ -72,16 +72,18 @@ pub const KEYS: &[Key] = &[
     key("draft", "fc_norm", Bool, "EAGLE-3.1: one norm per aux state before fc"),
     key("draft", "norm_output", Bool, "EAGLE-3.1: feed back the normed output"),
     key("draft", "norm_before_residual", Bool, "the residual starts from the normed hidden state"),
-    key("draft", "lm_head_init", Text, "random, or target (its rows of the draft vocabulary); \
-        trained either way"),
+    key("draft", "lm_head_init", Text, "random, or target (its rows of the draft vocabulary)"),
+    key("draft", "freeze_lm_head", Bool, "lm_head stays as it starts"),
     key("train", "epochs", Number, "passes over the training samples; a \
         fraction ends within a pass"),
     key("train", "max_steps", Number, "upper limit of optimizer steps; 0 means none"),
     key("train", "seed", Number, "seed of the weights and of the order of samples"),
     key("train", "lr", Number, "highest learning rate"),
     key("train", "warmup_steps", Number, "optimizer steps of warm-up"),
-    key("train", "schedule", Text, "cosine, linear or constant"),
+    key("train", "schedule", Text, "cosine, linear, constant or step"),
     key("train", "lr_floor", Number, "last learning rate as a fraction of the highest"),
+    key("train", "lr_milestones", List, "step: shares of the run after which the learning rate falls"),
+    key("train", "lr_factor", Number, "step: the factor by which it falls"),
     key("train", "beta1", Number, "AdamW: decay of the first moment"),
     key("train", "beta2", Number, "AdamW: decay of the second moment"),
     key("train", "adam_eps", Number, "AdamW: added to the denominator"),
@@ -93,7 +95,12 @@ pub const KEYS: &[Key] = &[
     key("train", "loss", Text, "ce (soft cross-entropy), kl, or lk: acceptance, with kl where it \
         is low"),
     key("train", "lk_eta", Number, "lk: weight of kl is exp(-lk_eta * acceptance)"),
-    key("train", "accumulate", Number, "batches summed into one optimizer step"),
+    key("train", "noise", Number, "size of noise added to the aux states; 0 adds none"),
+    key("train", "noise_kind", Text, "uniform (noise is half its width) or normal (its standard \
+        deviation)"),
+    key("train", "accumulate", Number, "batches summed into one optimizer step, over all processes"),
+    key("train", "ema", Number, "decay of a moving average of the weights, which is evaluated and \
+        exported then; 0 keeps none"),
     key("train", "compute", Text, "f32, bf16, or auto: f32 on the CPU and bf16 on CUDA"),
     free(key("checkpoint", "run_dir", Text, "directory of the run: metrics and checkpoints")),
     free(key("checkpoint", "checkpoint_every", Number, "optimizer steps between checkpoints")),

@@ -1,6 +1,7 @@
 //! Fresh parameters from a seed. Knows names and shapes only.
 
 use burn::tensor::backend::Backend;
+use rayon::prelude::*;
 
 use super::{DraftConfig, DraftConfigError, Eagle3Draft, Param, ParamShapeError, layer};
 
@@ -39,38 +40,70 @@ impl<B: Backend> Eagle3Draft<B> {
     }
 }
 
+/// Pairs of numbers made by one thread at a time.
+const BLOCK: usize = 1 << 14;
+
 /// `count` normal numbers that depend on seed and name.
 fn normal(seed: u64, name: &str, count: usize) -> Vec<f32> {
-    let digest =
-        blake3::Hasher::new().update(&seed.to_le_bytes()).update(name.as_bytes()).finalize_xof();
-    let mut stream = Uniform { reader: digest, buffer: [0; 4096], used: 4096 };
-    let mut values = Vec::with_capacity(count + 1);
-    while values.len() < count {
-        // Box-Muller: two uniform numbers make two normal ones.
-        let radius = SPREAD * (-2.0 * stream.next().ln()).sqrt();
-        let (sin, cos) = (stream.next() * std::f64::consts::TAU).sin_cos();
-        values.extend([(radius * cos) as f32, (radius * sin) as f32]);
-    }
-    values.truncate(count);
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(&seed.to_le_bytes()).update(name.as_bytes());
+    let mut values = vec![0.0; count];
+    values.par_chunks_mut(2 * BLOCK).enumerate().for_each(|(block, values)| {
+        // The endless output of the hash, from where this block's numbers are.
+        let mut reader = hasher.finalize_xof();
+        reader.set_position((block * BLOCK * PAIR_BYTES) as u64);
+        let mut bytes = vec![0; values.len().div_ceil(2) * PAIR_BYTES];
+        reader.fill(&mut bytes);
+        for (pair, bytes) in values.chunks_mut(2).zip(bytes.chunks_exact(PAIR_BYTES)) {
+            let (first, second) = bytes.split_at(8);
+            // Box-Muller: two uniform numbers make two normal ones.
+            let radius = SPREAD * (-2.0 * uniform(first).ln()).sqrt();
+            let (sin, cos) = (uniform(second) * std::f64::consts::TAU).sin_cos();
+            for (value, number) in pair.iter_mut().zip([radius * cos, radius * sin]) {
+                *value = number as f32;
+            }
+        }
+    });
     values
 }
 
-/// Uniform numbers in (0, 1] from an endless hash output, drawn a buffer at a time.
-struct Uniform {
-    reader: blake3::OutputReader,
-    buffer: [u8; 4096],
-    used: usize,
+/// Bytes of two uniform numbers.
+const PAIR_BYTES: usize = 16;
+
+/// A number in (0, 1] of eight bytes.
+fn uniform(bytes: &[u8]) -> f64 {
+    let word = bytes.iter().rev().fold(0u64, |word, &byte| word << 8 | u64::from(byte));
+    ((word >> 11) + 1) as f64 / (1u64 << 53) as f64
 }
 
-impl Uniform {
-    fn next(&mut self) -> f64 {
-        if self.used == self.buffer.len() {
-            self.reader.fill(&mut self.buffer);
-            self.used = 0;
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The same stream read from its start, number by number.
+    fn one_by_one(seed: u64, name: &str, count: usize) -> Vec<f32> {
+        let mut hasher = blake3::Hasher::new();
+        let mut reader = hasher.update(&seed.to_le_bytes()).update(name.as_bytes()).finalize_xof();
+        let mut next = || {
+            let mut word = [0; 8];
+            reader.fill(&mut word);
+            ((u64::from_le_bytes(word) >> 11) + 1) as f64 / (1u64 << 53) as f64
+        };
+        let mut values = Vec::new();
+        while values.len() < count {
+            let radius = 0.02 * (-2.0 * next().ln()).sqrt();
+            let angle = next() * std::f64::consts::TAU;
+            values.extend([(radius * angle.cos()) as f32, (radius * angle.sin()) as f32]);
         }
-        let mut bytes = [0; 8];
-        bytes.copy_from_slice(&self.buffer[self.used..self.used + 8]);
-        self.used += 8;
-        ((u64::from_le_bytes(bytes) >> 11) + 1) as f64 / (1u64 << 53) as f64
+        values.truncate(count);
+        values
+    }
+
+    #[test]
+    fn numbers_do_not_depend_on_the_threads_that_make_them() {
+        for count in [1, 7, 2 * BLOCK + 5, 5 * BLOCK] {
+            assert_eq!(normal(3, "fc.weight", count), one_by_one(3, "fc.weight", count));
+        }
+        assert_ne!(normal(3, "fc.weight", 8), normal(4, "fc.weight", 8));
     }
 }

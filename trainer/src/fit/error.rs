@@ -10,11 +10,13 @@ use crate::checkpoint::CheckpointError;
 use crate::config::ConfigError;
 use crate::dataset::DatasetError;
 use crate::draft::{DraftConfigError, ParamShapeError, VocabularyError};
+use crate::exchange::ExchangeError;
 use crate::optimizer::GradientError;
 use crate::run_log::RunLogError;
 use crate::target::TargetError;
 use crate::ttt::TttError;
 use crate::vocab::VocabError;
+use crate::world::WorldError;
 
 /// A training run that stopped. The newest checkpoint stays valid in every case.
 #[derive(Debug, Error)]
@@ -55,6 +57,20 @@ pub enum FitError {
     /// An evaluation.
     #[error(transparent)]
     Evaluate(#[from] EvaluateError),
+    /// Other processes of the run.
+    #[error(transparent)]
+    Exchange(#[from] ExchangeError),
+    /// Batches that do not divide over the processes.
+    #[error(
+        "train.accumulate = {accumulate} batches a step do not divide over {size} processes: set \
+            it to a multiple of {size}; the steps are then the same for every number of processes"
+    )]
+    Accumulate {
+        /// Batches of a step.
+        accumulate: usize,
+        /// Processes.
+        size: usize,
+    },
     /// metrics.jsonl.
     #[error(transparent)]
     Log(#[from] RunLogError),
@@ -104,6 +120,12 @@ pub enum FitError {
     },
 }
 
+impl From<WorldError> for FitError {
+    fn from(error: WorldError) -> Self {
+        Self::Exchange(error.into())
+    }
+}
+
 impl FitError {
     /// Process exit code.
     pub fn exit_code(&self) -> u8 {
@@ -118,8 +140,12 @@ impl FitError {
             Self::Ttt(error) => error.exit_code(),
             Self::Gradient(error) => error.exit_code(),
             Self::Evaluate(error) => error.exit_code(),
+            Self::Exchange(error) => error.exit_code(),
             Self::Log(_) => 74,
-            Self::RunExists { .. } | Self::OtherDataset { .. } | Self::OtherVocab { .. } => 78,
+            Self::Accumulate { .. }
+            | Self::RunExists { .. }
+            | Self::OtherDataset { .. }
+            | Self::OtherVocab { .. } => 78,
             Self::Shape(_) | Self::Mapping(_) | Self::LossNotFinite { .. } => 65,
         }
     }

@@ -21,6 +21,7 @@ use crate::target::{TargetConfig, TargetHead};
 use crate::tensors::{HostTensor, TensorFile};
 use crate::ttt::TttOptions;
 use crate::vocab::{TokenCounts, VocabMap};
+use crate::world::World;
 
 /// Rows of the input kept for the check after export.
 const GOLDEN_ROWS: usize = 16;
@@ -107,9 +108,10 @@ where
         })
     }
 
-    /// Starts reading training batches at a position.
-    pub fn loader(&self, state: LoaderState) -> Result<Loader<RoomOf<B>>, FitError> {
-        let plan = loader_plan(&self.config, &self.split);
+    /// Starts reading this process's training batches at a position.
+    pub fn loader(&self, state: LoaderState, world: &World) -> Result<Loader<RoomOf<B>>, FitError> {
+        let share = (world.rank(), world.size());
+        let plan = LoaderPlan { share, ..loader_plan(&self.config, &self.split) };
         // The others compute, or feed the device.
         let threads = std::thread::available_parallelism().map_or(1, |cores| cores.get() / 2);
         let reading = Reading {
@@ -166,6 +168,7 @@ fn loader_plan(config: &FitConfig, split: &Split) -> LoaderPlan {
         seed: config.train.seed,
         epochs: config.train.epochs,
         max_tokens: config.data.max_tokens,
+        share: (0, 1),
     }
 }
 

@@ -4,16 +4,17 @@
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
-use burn::tensor::FloatDType;
-use burn::tensor::backend::AutodiffBackend;
+use burn::tensor::backend::{AutodiffBackend, Backend};
+use burn::tensor::{DType, Distribution, FloatDType, Tensor};
+use shared::SampleId;
 
 use super::{FitError, InputTimes, Session, Start};
-use crate::acceptance::Evaluation;
 use crate::batch::TrainBatch;
-use crate::checkpoint::{Best, Checkpoint, CheckpointState, Parts, RunDir, to_tensors};
+use crate::checkpoint::{Best, Checkpoint, CheckpointState, Parts, RunDir, TRAINED, to_tensors};
 use crate::collate::HostBatch;
-use crate::config::{ConfigError, FitConfig, LmHeadInit, MaskMode};
+use crate::config::{ConfigError, FitConfig, LmHeadInit, MaskMode, NoiseKind};
 use crate::draft::Eagle3Draft;
+use crate::exchange::{ExchangeOps, Shards};
 use crate::input::{InputOps, RoomOf};
 use crate::loader::{Loader, LoaderState};
 use crate::metrics::TttMetrics;
@@ -23,6 +24,7 @@ use crate::run_log::{Record, put_depths};
 use crate::schedule::Schedule;
 use crate::tensors::TensorFile;
 use crate::ttt::{TttError, TttOptions, step_rows, ttt_step};
+use crate::world::World;
 
 /// Held during a training step. burn 0.21 keeps one graph for the process: a thread that tidies it
 /// up can take away a step that another thread has yet to run, and a gradient then silently lacks
@@ -31,7 +33,7 @@ static GRAPH: Mutex<()> = Mutex::new(());
 
 /// Weights, moments and position of a run.
 #[derive(Debug)]
-pub struct TrainState<B: AutodiffBackend> {
+pub struct TrainState<B: AutodiffBackend<InnerBackend: ExchangeOps>> {
     /// Parameters.
     pub draft: Eagle3Draft<B::InnerBackend>,
     /// Moments.
@@ -46,6 +48,8 @@ pub struct TrainState<B: AutodiffBackend> {
     pub acceptance_length: Option<f64>,
     /// Times of the input in this process.
     pub input: InputTimes,
+    /// What the processes of the run keep of it.
+    pub shards: Shards<B::InnerBackend>,
 }
 
 /// Numbers of one optimizer step.
@@ -79,8 +83,8 @@ impl StepOutcome {
     }
 
     /// A few words for the progress line.
-    pub fn summary<B: AutodiffBackend>(&self, state: &TrainState<B>, stall: f64) -> String {
-        let best = state.best.map_or(String::new(), |best| {
+    pub fn summary(&self, best: Option<Best>, stall: f64) -> String {
+        let best = best.map_or(String::new(), |best| {
             format!("  best acceptance {:.3} at step {}", best.acceptance_length, best.step)
         });
         let first = self.metrics.acc().first().copied().unwrap_or_default();
@@ -92,20 +96,29 @@ impl StepOutcome {
 impl<B> TrainState<B>
 where
     B: AutodiffBackend + DraftOps + InputOps,
-    B::InnerBackend: DraftOps,
+    B::InnerBackend: DraftOps + ExchangeOps,
 {
     /// Fresh weights, or those of the newest checkpoint.
-    pub fn start(session: &Session<B>, run: &RunDir, start: Start) -> Result<Self, FitError> {
+    pub fn start(
+        session: &Session<B>,
+        run: &RunDir,
+        (start, world): (Start, &World),
+    ) -> Result<Self, FitError> {
+        let (accumulate, size) = (session.config.train.accumulate, world.size());
+        if !accumulate.is_multiple_of(size) {
+            return Err(FitError::Accumulate { accumulate, size });
+        }
+        let shards = Shards::join(world, &session.device)?;
         match start {
             Start::Fresh if !run.steps()?.is_empty() => {
                 Err(FitError::RunExists { path: run.root().to_owned() })
             }
-            Start::Fresh => Self::fresh(session),
-            Start::Resume => Self::resume(session, run),
+            Start::Fresh => Self::fresh(session, shards),
+            Start::Resume => Self::resume(session, run, shards),
         }
     }
 
-    fn fresh(session: &Session<B>) -> Result<Self, FitError> {
+    fn fresh(session: &Session<B>, shards: Shards<B::InnerBackend>) -> Result<Self, FitError> {
         let config = &session.config;
         let mut draft = Eagle3Draft::<B::InnerBackend>::init(
             session.draft.clone(),
@@ -116,7 +129,8 @@ where
             draft = draft.with_lm_head(session.draft_rows_of_lm_head().cast(FloatDType::F32))?;
         }
         let optimizer = AdamW::new(adamw(config), &draft);
-        let (optimizer, draft) = optimizer.with_working_copy(draft, session.dtype);
+        let average = draft.parameters();
+        let (optimizer, draft) = prepared(session, optimizer, (draft, average), &shards);
         Ok(Self {
             optimizer,
             draft,
@@ -125,10 +139,15 @@ where
             best: None,
             acceptance_length: None,
             input: InputTimes::default(),
+            shards,
         })
     }
 
-    fn resume(session: &Session<B>, run: &RunDir) -> Result<Self, FitError> {
+    fn resume(
+        session: &Session<B>,
+        run: &RunDir,
+        shards: Shards<B::InnerBackend>,
+    ) -> Result<Self, FitError> {
         let checkpoint = Checkpoint::load(&run.latest()?, Parts::Everything)?;
         let changes = session.config.changes_from(&checkpoint.config);
         if !changes.is_empty() {
@@ -146,8 +165,12 @@ where
         }
         let (first, second) = checkpoint.moments(&session.device)?;
         let optimizer = AdamW::from_moments(adamw(&session.config), state.step, first, second);
-        let draft = checkpoint.draft(&session.device)?;
-        let (optimizer, draft) = optimizer.with_working_copy(draft, session.dtype);
+        let kept = checkpoint.draft(&session.device)?;
+        let (draft, average) = match session.config.train.ema > 0.0 {
+            true => (checkpoint.trained_draft(&session.device)?, kept.parameters()),
+            false => (kept, Vec::new()),
+        };
+        let (optimizer, draft) = prepared(session, optimizer, (draft, average), &shards);
         Ok(Self {
             draft,
             optimizer,
@@ -156,50 +179,77 @@ where
             best: state.best,
             acceptance_length: state.acceptance_length,
             input: InputTimes::default(),
+            shards,
         })
     }
 
-    /// The batches of the next optimizer step: up to `count`, never across epochs.
+    /// This process's batches of the next optimizer step, which takes up to `count` over all
+    /// processes, never across epochs; `None` after the last.
     pub fn next_group(
         &mut self,
         loader: &mut Loader<RoomOf<B>>,
         count: usize,
     ) -> Result<Option<Vec<HostBatch<RoomOf<B>>>>, FitError> {
-        let mut group = Vec::new();
+        let (mut group, mut taken) = (Vec::new(), 0);
         let epoch = self.loader.epoch;
-        while group.len() < count && self.loader.epoch == epoch {
+        while taken < count && self.loader.epoch == epoch {
             let clock = Instant::now();
             let Some(loaded) = loader.next_batch()? else { break };
-            self.input.add(clock.elapsed().as_secs_f64(), loaded.seconds);
-            group.push(loaded.batch);
+            if let Some(batch) = loaded.batch {
+                self.input.add(clock.elapsed().as_secs_f64(), loaded.seconds);
+                group.push(batch);
+            }
             self.loader = loaded.next;
+            taken += 1;
         }
-        Ok((!group.is_empty()).then_some(group))
+        Ok((taken > 0).then_some(group))
     }
 
-    /// One optimizer step over a group of batches. A loss or gradient that is not finite is an
-    /// error before anything has changed.
+    /// One optimizer step over this process's group of batches. A loss or gradient that is not
+    /// finite is an error before anything has changed.
     pub fn train(
         &mut self,
         session: &Session<B>,
         group: Vec<HostBatch<RoomOf<B>>>,
     ) -> Result<StepOutcome, FitError> {
-        let _alone = GRAPH.lock().unwrap_or_else(PoisonError::into_inner);
-        let divisors = group_divisors(session, &group);
+        let world = self.shards.world().clone();
+        let divisors = group_divisors(session, &group, &world)?;
         let options = TttOptions { divisors: Some(divisors.clone()), ..session.options.clone() };
-        let (mut metrics, mut gradients, mut tokens) = (TttMetrics::default(), None, 0);
+        let Passed { gradients, mut metrics, tokens } = self.passes(session, group, &options)?;
+        let mut sums = metrics.sums();
+        sums.push(tokens as f64);
+        world.sum(&mut sums)?;
+        metrics.set_sums(&sums);
+        metrics.step_divisor = divisors;
+        let (rate, grad_norm) = self.update(session, gradients)?;
+        let loss = metrics.loss(options.step_decay);
+        let tokens = sums.last().map_or(0, |&tokens| tokens as u64);
+        Ok(StepOutcome { loss, metrics, grad_norm, rate, tokens })
+    }
+
+    /// Forward and backward over the batches.
+    fn passes(
+        &self,
+        session: &Session<B>,
+        group: Vec<HostBatch<RoomOf<B>>>,
+        options: &TttOptions,
+    ) -> Result<Passed<B::InnerBackend>, FitError> {
+        let _alone = GRAPH.lock().unwrap_or_else(PoisonError::into_inner);
+        let metrics = TttMetrics::zeros(options.steps);
+        let mut passed = Passed { gradients: None, metrics, tokens: 0 };
         for host in group {
-            tokens += host.tokens.rows() as u64;
+            passed.tokens += host.tokens.rows() as u64;
             let samples = host.samples.clone();
             let [aux, last_hidden] = B::unpack(host.states, (&session.device, session.dtype));
+            let aux = noisy::<B>(aux, &session.config, (self.step, &samples));
             let batch = TrainBatch::new(host.tokens, aux, last_hidden)?;
             let tracked = Eagle3Draft::<B>::tracked(&self.draft);
-            let mut output = ttt_step(&tracked, &session.frozen, &batch, &options)?;
+            let mut output = ttt_step(&tracked, &session.frozen, &batch, options)?;
             // The backward pass goes to the device before the host waits for the loss.
             let mut back = output.loss.backward();
             output.fetch();
             let mut sums = output.metrics();
-            sums.step_divisor.clone_from(&divisors);
+            sums.step_divisor = options.divisors.clone().unwrap_or_default();
             let loss = sums.loss(options.step_decay);
             if !loss.is_finite() {
                 let samples = samples.iter().map(ToString::to_string).collect::<Vec<_>>();
@@ -208,17 +258,14 @@ where
             }
             if sums.step_rows.iter().any(|&rows| rows > 0) {
                 let more = tracked.gradients(&mut back);
-                gradients = Some(match gradients {
+                passed.gradients = Some(match passed.gradients {
                     None => more,
                     total => add_scaled(total, more, 1.0),
                 });
             }
-            metrics.add(&sums);
+            passed.metrics.add(&sums);
         }
-        metrics.step_divisor = divisors;
-        let (rate, grad_norm) = self.update(session, gradients)?;
-        let loss = metrics.loss(options.step_decay);
-        Ok(StepOutcome { loss, metrics, grad_norm, rate, tokens })
+        Ok(passed)
     }
 
     fn update(
@@ -233,6 +280,7 @@ where
             total_steps: session.total_steps,
             decay: train.schedule,
             floor: train.lr_floor,
+            milestones: (train.lr_milestones.clone(), train.lr_factor),
         };
         let rate = schedule.rate(self.step);
         // A group without a trained row still counts as a step, or the schedule would not end.
@@ -241,7 +289,8 @@ where
         };
         let gradients =
             gradients.unwrap_or_else(|| self.draft.parameters().into_iter().map(zeros).collect());
-        let (draft, norm) = self.optimizer.update(&self.draft, gradients, rate)?;
+        let step = (rate, &self.shards);
+        let (draft, norm) = self.optimizer.update(&self.draft, gradients, step)?;
         if let Some(fault) = B::InnerBackend::fault(&session.device) {
             return Err(TttError::from(fault).into());
         }
@@ -251,9 +300,8 @@ where
         Ok((rate, norm))
     }
 
-    /// Notes an evaluation of the present weights; true when they are the best so far.
-    pub fn judge(&mut self, evaluation: &Evaluation) -> bool {
-        let acceptance_length = evaluation.all.acceptance_length;
+    /// Notes the acceptance length of the present weights; true when they are the best so far.
+    pub fn judge(&mut self, acceptance_length: f64) -> bool {
         self.acceptance_length = Some(acceptance_length);
         let better = self.best.is_none_or(|best| acceptance_length > best.acceptance_length);
         if better {
@@ -262,14 +310,22 @@ where
         better
     }
 
-    /// Everything needed to continue from here.
-    pub fn checkpoint(&self, session: &Session<B>) -> Checkpoint {
+    /// Everything needed to continue from here. All processes take part.
+    pub fn checkpoint(&self, session: &Session<B>) -> Result<Checkpoint, FitError> {
         let (mut weights, mut optimizer) = (TensorFile::default(), TensorFile::default());
-        to_tensors(&self.optimizer.weights(&self.draft), "", &mut weights);
-        let (first, second) = self.optimizer.moments();
-        to_tensors(first, "first.", &mut optimizer);
-        to_tensors(second, "second.", &mut optimizer);
-        Checkpoint {
+        let (draft, shards) = (&self.draft, &self.shards);
+        let trained = self.optimizer.weights(draft, shards)?;
+        match self.optimizer.average(draft, shards)? {
+            None => to_tensors(&trained, "", &mut weights),
+            Some(average) => {
+                to_tensors(&average, "", &mut weights);
+                to_tensors(&trained, TRAINED, &mut optimizer);
+            }
+        }
+        let (first, second) = self.optimizer.moments(draft, shards)?;
+        to_tensors(&first, "first.", &mut optimizer);
+        to_tensors(&second, "second.", &mut optimizer);
+        Ok(Checkpoint {
             state: CheckpointState {
                 format: 1,
                 step: self.step,
@@ -290,8 +346,76 @@ where
             optimizer: Some(optimizer),
             vocab: session.vocab.clone(),
             golden: session.golden.clone(),
-        }
+        })
     }
+
+    /// The draft to evaluate: the average where one is kept. All processes take part.
+    pub fn evaluated(&self) -> Result<Eagle3Draft<B::InnerBackend>, FitError> {
+        let Some(average) = self.optimizer.average(&self.draft, &self.shards)? else {
+            return Ok(self.draft.clone());
+        };
+        let dtype = self.draft.dtype();
+        let mut average = average.into_iter();
+        let averaged = self.draft.map(|_, old| average.next().map_or(old, |(_, param)| param));
+        Ok(averaged.with_dtype(dtype))
+    }
+}
+
+/// Adds the noise that seed, step and samples decide.
+fn noisy<B: Backend>(
+    aux: Tensor<B, 2>,
+    config: &FitConfig,
+    (step, samples): (u64, &[SampleId]),
+) -> Tensor<B, 2> {
+    let (size, kind) = (config.train.noise, config.train.noise_kind);
+    if size == 0.0 {
+        return aux;
+    }
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(b"noise").update(&config.train.seed.to_le_bytes()).update(&step.to_le_bytes());
+    samples.iter().for_each(|id| {
+        hasher.update(&id.0);
+    });
+    let mut seed = [0; 8];
+    hasher.finalize_xof().fill(&mut seed);
+    let distribution = match kind {
+        NoiseKind::Uniform => Distribution::Uniform(-size, size),
+        NoiseKind::Normal => Distribution::Normal(0.0, size),
+    };
+    let device = aux.device();
+    B::seed(&device, u64::from_le_bytes(seed));
+    let noise = Tensor::<B, 2>::random(aux.dims(), distribution, (&device, DType::F32));
+    let dtype = FloatDType::from(aux.dtype());
+    aux + noise.cast(dtype)
+}
+
+/// What the passes over a group of batches gave.
+struct Passed<B: Backend> {
+    gradients: Option<Named<B>>,
+    metrics: TttMetrics,
+    tokens: u64,
+}
+
+/// The optimizer's part of this process, and the draft to compute with.
+fn prepared<B>(
+    session: &Session<B>,
+    mut optimizer: AdamW<B::InnerBackend>,
+    (draft, average): (Eagle3Draft<B::InnerBackend>, Named<B::InnerBackend>),
+    shards: &Shards<B::InnerBackend>,
+) -> (AdamW<B::InnerBackend>, Eagle3Draft<B::InnerBackend>)
+where
+    B: AutodiffBackend,
+    B::InnerBackend: DraftOps + ExchangeOps,
+{
+    let config = &session.config;
+    if config.draft.freeze_lm_head {
+        optimizer = optimizer.with_frozen("lm_head.weight");
+    }
+    if config.train.ema > 0.0 {
+        optimizer = optimizer.with_average(config.train.ema, average);
+    }
+    let (optimizer, draft) = optimizer.with_working_copy(draft, session.dtype);
+    (optimizer.split(shards), draft)
 }
 
 fn adamw(config: &FitConfig) -> AdamWConfig {
@@ -305,16 +429,21 @@ fn adamw(config: &FitConfig) -> AdamWConfig {
     }
 }
 
-/// Rows each step's loss sum is divided by, over all batches of the group.
-fn group_divisors<B: AutodiffBackend, M>(session: &Session<B>, group: &[HostBatch<M>]) -> Vec<f64> {
+/// Rows each step's loss sum is divided by, over all batches of the group in all processes.
+fn group_divisors<B: AutodiffBackend, M>(
+    session: &Session<B>,
+    group: &[HostBatch<M>],
+    world: &World,
+) -> Result<Vec<f64>, FitError> {
     let steps = session.options.steps;
-    let mut total = vec![0; steps];
+    let mut total = vec![0.0; steps];
     for batch in group {
         let rows = match session.config.train.mask_mode {
             MaskMode::Chain => step_rows(&batch.tokens, steps),
             MaskMode::SpecForge => vec![batch.tokens.rows() as u64; steps],
         };
-        total.iter_mut().zip(rows).for_each(|(total, rows)| *total += rows);
+        total.iter_mut().zip(rows).for_each(|(total, rows)| *total += rows as f64);
     }
-    total.into_iter().map(|rows| rows.max(1) as f64).collect()
+    world.sum(&mut total)?;
+    Ok(total.into_iter().map(|rows| rows.max(1.0)).collect())
 }

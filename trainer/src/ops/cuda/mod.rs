@@ -4,6 +4,7 @@
 mod attention;
 mod distill;
 mod engine;
+mod exchange;
 mod gradients;
 mod input;
 mod optimizer;

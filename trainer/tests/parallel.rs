@@ -1,0 +1,145 @@
+//! Several processes train one draft, here as threads that meet over TCP: the loss curve, the
+//! checkpoints and a continued run are those of one process.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::disallowed_methods)]
+
+mod support;
+
+use std::net::TcpListener;
+use std::path::Path;
+
+use burn::backend::{Autodiff, Flex};
+use burn::tensor::FloatDType;
+use serde_json::Value;
+use trainer::checkpoint::{Checkpoint, Parts, RunDir};
+use trainer::config::FitConfig;
+use trainer::fit::{self, FitError, FitReport, Start};
+use trainer::world::{Place, World, WorldError};
+
+type Backend = Autodiff<Flex>;
+
+fn nobody_is_lost(error: &WorldError) {
+    panic!("{error}");
+}
+
+fn run(config: &FitConfig, start: Start, world: &World) -> Result<FitReport, FitError> {
+    fit::run::<Backend>(config, (start, world), (&Default::default(), FloatDType::F32))
+}
+
+/// Trains with `size` processes; their reports by rank.
+fn train(config: &FitConfig, start: Start, size: usize) -> Vec<FitReport> {
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    std::thread::scope(|scope| {
+        let process = |rank| {
+            scope.spawn(move || {
+                let master = ("127.0.0.1".to_owned(), port);
+                let place = Place { rank, size, local_rank: rank, master };
+                let world = World::join(place, &config.to_toml(), nobody_is_lost).unwrap();
+                let report = run(config, start, &world).unwrap();
+                world.finish();
+                report
+            })
+        };
+        let threads: Vec<_> = (0..size).map(process).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+/// Values of a name in metrics.jsonl, by step.
+fn curve(run_dir: &Path, name: &str) -> Vec<f64> {
+    let text = std::fs::read_to_string(RunDir::new(run_dir).metrics()).unwrap();
+    let value = |line: &str| serde_json::from_str::<Value>(line).unwrap()[name].as_f64();
+    text.lines().filter_map(value).collect()
+}
+
+#[track_caller]
+fn near(what: &str, got: &[f64], want: &[f64], tolerance: f64) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    for (at, (got, want)) in got.iter().zip(want).enumerate() {
+        let difference = (got - want).abs();
+        assert!(difference <= tolerance * want.abs().max(1e-3), "{what} {at}: {got} {want}");
+    }
+}
+
+/// All weights and moments of a checkpoint.
+fn values(dir: &Path) -> Vec<f64> {
+    let checkpoint = Checkpoint::load(dir, Parts::Everything).unwrap();
+    let files = [checkpoint.weights, checkpoint.optimizer.unwrap()];
+    let tensors = files.iter().flat_map(|file| file.tensors.values());
+    tensors.flat_map(|tensor| tensor.to_f32().unwrap()).map(f64::from).collect()
+}
+
+fn settings(data: &Path, run_dir: &Path) -> FitConfig {
+    let mut config = support::config(data, run_dir);
+    config.train.epochs = 3.0;
+    config.train.accumulate = 12;
+    config.train.ema = 0.8;
+    config.checkpoint.checkpoint_every = 1;
+    config.checkpoint.keep_last = 1000;
+    config.checkpoint.eval_every = 2;
+    // An epoch does not fill its last step, so that some processes have no batch in it.
+    config.data.max_tokens = 64;
+    config
+}
+
+#[test]
+fn any_number_of_processes_trains_the_same_draft() {
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("data");
+    support::dataset(&data, 90);
+    let alone = dir.path().join("alone");
+    let report = train(&settings(&data, &alone), Start::Fresh, 1).remove(0);
+    assert!(report.steps >= 9, "{report:?}");
+    for size in [2, 3, 4] {
+        let out = dir.path().join(format!("of-{size}"));
+        let config = settings(&data, &out);
+        let reports = train(&config, Start::Fresh, size);
+        for other in &reports {
+            let same = (other.steps, other.tokens, other.acceptance_length.is_some());
+            assert_eq!(same, (report.steps, report.tokens, true), "{size} processes");
+        }
+        for name in ["train/loss", "train/acc_0", "grad_norm", "eval/acceptance_length"] {
+            near(name, &curve(&out, name), &curve(&alone, name), 2e-4);
+        }
+        near("state", &values(&reports[0].checkpoint), &values(&report.checkpoint), 2e-2);
+        // What two processes began, one ends.
+        if size == 2 {
+            let half = report.steps / 2;
+            let continued = dir.path().join("continued");
+            let kept = RunDir::new(&continued).checkpoint(half);
+            std::fs::create_dir_all(&kept).unwrap();
+            for entry in std::fs::read_dir(RunDir::new(&out).checkpoint(half)).unwrap() {
+                let entry = entry.unwrap();
+                std::fs::copy(entry.path(), kept.join(entry.file_name())).unwrap();
+            }
+            let mut config = config;
+            config.checkpoint.run_dir = continued;
+            let ended = train(&config, Start::Resume, 1).remove(0);
+            assert_eq!((ended.steps, ended.new_steps), (report.steps, report.steps - half));
+            near("continued", &values(&ended.checkpoint), &values(&report.checkpoint), 2e-2);
+        }
+    }
+}
+
+#[test]
+fn batches_that_do_not_divide_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("data");
+    support::dataset(&data, 20);
+    let mut config = settings(&data, &dir.path().join("run"));
+    config.train.accumulate = 3;
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    std::thread::scope(|scope| {
+        for rank in 0..2 {
+            let config = &config;
+            scope.spawn(move || {
+                let master = ("127.0.0.1".to_owned(), port);
+                let place = Place { rank, size: 2, local_rank: rank, master };
+                let world = World::join(place, "same", nobody_is_lost).unwrap();
+                let error = run(config, Start::Fresh, &world).unwrap_err();
+                world.finish();
+                assert_eq!(error.exit_code(), 78);
+                assert!(error.to_string().contains("multiple of 2"), "{error}");
+            });
+        }
+    });
+}
