@@ -10,6 +10,7 @@ use kernels::gemm::{Threads, peak};
 use trainer::config::Compute;
 use trainer::draft::AttentionConfig;
 use trainer::masks::{RowPlan, row_masks};
+use trainer::world::{Place as Seat, World};
 use trainer::{
     BatchTokens, DraftConfig, DraftVocabulary, Eagle3Draft, FrozenTarget, TargetWeights,
     TrainBatch, TttOptions, ttt_step,
@@ -19,7 +20,8 @@ use super::device::{DeviceArgs, Place, parse_compute};
 
 type B = Autodiff<Flex>;
 
-/// Time training steps on synthetic data.
+/// Time training steps on synthetic data. In torchrun's environment each process takes a batch a
+/// step, and the first one prints.
 #[derive(clap::Args)]
 pub(crate) struct BenchArgs {
     /// Width of the residual stream.
@@ -136,9 +138,19 @@ impl BenchArgs {
 
 /// Prints times, rates and the share of the speed of a plain product.
 pub(crate) fn run(args: &BenchArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
-    match args.device.open(args.compute, 0)? {
+    let seat = Seat::from_env()?;
+    let local_rank = seat.as_ref().map_or(0, |seat| seat.local_rank);
+    match args.device.open(args.compute, local_rank)? {
         (Place::Cpu, _) => run_cpu(args, out),
-        (Place::Cuda(device), dtype) => super::bench_cuda::run(args, (&device, dtype), out),
+        (Place::Cuda(device), dtype) => {
+            let world = match seat {
+                Some(seat) => World::join(seat, "bench", super::fit::end)?,
+                None => World::alone(),
+            };
+            let passed = super::bench_cuda::run(args, (&device, dtype, &world), out);
+            world.finish();
+            passed
+        }
     }
 }
 

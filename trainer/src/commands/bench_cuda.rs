@@ -12,6 +12,7 @@ use trainer::cuda::{Part, settle, start_timer, take_times, tensor_memory};
 use trainer::draft::ParamShapeError;
 use trainer::exchange::Shards;
 use trainer::optimizer::{AdamW, AdamWConfig};
+use trainer::world::World;
 use trainer::{
     DraftOps, DraftVocabulary, Eagle3Draft, FrozenTarget, Param, TargetWeights, TrainBatch,
     TttOptions, ttt_step,
@@ -33,6 +34,7 @@ struct Setting {
     target: FrozenTarget<B>,
     batch: TrainBatch<B>,
     options: TttOptions,
+    shards: Shards<Cuda>,
 }
 
 /// Milliseconds of one step.
@@ -62,7 +64,11 @@ fn random(
 }
 
 impl Setting {
-    fn new(args: &BenchArgs, place: (&CudaDevice, FloatDType)) -> anyhow::Result<Self> {
+    fn new(
+        args: &BenchArgs,
+        place: (&CudaDevice, FloatDType),
+        world: &World,
+    ) -> anyhow::Result<Self> {
         let (device, _) = place;
         let exact = (device, FloatDType::F32);
         let draft = Eagle3Draft::<Cuda>::from_parameters::<ParamShapeError>(
@@ -76,6 +82,7 @@ impl Setting {
         )?;
         let optimizer = AdamW::new(ADAMW, &draft);
         let (optimizer, draft) = optimizer.with_working_copy(draft, place.1);
+        let shards = Shards::join(world, device)?;
         let matrix = |shape, spread| Tensor::<B, 2>::from_inner(random(shape, spread, place));
         let weights = TargetWeights {
             embed_tokens: matrix([args.vocab, args.hidden], 0.02),
@@ -90,7 +97,8 @@ impl Setting {
         let last_hidden = matrix([args.tokens, args.hidden], 1.0);
         Ok(Self {
             draft,
-            optimizer,
+            optimizer: optimizer.split(&shards),
+            shards,
             target: FrozenTarget::new(weights, vocabulary)?,
             batch: TrainBatch::new(args.tokens()?, aux, last_hidden)?,
             options: TttOptions { teacher_rows: args.teacher_rows.max(2048), ..args.options() },
@@ -106,7 +114,7 @@ impl Setting {
         let mut gradients = output.loss.backward();
         output.fetch();
         let gradients = tracked.gradients(&mut gradients);
-        let step = (1e-4, &Shards::alone());
+        let step = (1e-4, &self.shards);
         let (draft, _) = self.optimizer.update(&self.draft, gradients, step)?;
         self.draft = draft;
         let loss = output.metrics().loss(self.options.step_decay);
@@ -138,12 +146,12 @@ fn ceiling((device, dtype): (&CudaDevice, FloatDType)) -> Result<f64, CudaError>
 /// Prints times, rates, parts, floors and memory.
 pub(super) fn run(
     args: &BenchArgs,
-    place: (&CudaDevice, FloatDType),
+    (device, dtype, world): (&CudaDevice, FloatDType, &World),
     out: &mut dyn Write,
 ) -> anyhow::Result<bool> {
-    let (device, _) = place;
+    let place = (device, dtype);
     let start = Instant::now();
-    let mut setting = Setting::new(args, place)?;
+    let mut setting = Setting::new(args, place, world)?;
     start_timer(device)?;
     let first = setting.step(device)?;
     let ready = start.elapsed().as_secs_f64();
@@ -162,9 +170,13 @@ pub(super) fn run(
     let floor = |flop: f64| flop / limit / 1e9;
     let part = |part: Part| median.parts.get(part as usize).copied().unwrap_or(0.0);
     let rest = median.whole - median.parts.iter().sum::<f64>();
+    if !world.is_first() {
+        return Ok(true);
+    }
     writeln!(out, "loss             {:10.4} (first step {:.4})", median.loss, first.loss)?;
     writeln!(out, "step             {:10.1} ms (fastest {fastest:.1})", median.whole)?;
-    writeln!(out, "tokens           {:10.0} /s", args.tokens as f64 / median.whole * 1e3)?;
+    let rate = (world.size() * args.tokens) as f64 / median.whole * 1e3;
+    writeln!(out, "tokens           {rate:10.0} /s on {} GPU(s)", world.size())?;
     for (name, which) in [
         ("gemm", Part::Gemm),
         ("attention", Part::Attention),

@@ -66,7 +66,7 @@ pub(crate) fn run(args: &FitArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
 }
 
 /// Without one process the others would wait for ever, some of them inside a kernel.
-fn end(lost: &WorldError) {
+pub(super) fn end(lost: &WorldError) {
     tracing::error!("{lost}");
     std::process::exit(lost.exit_code().into());
 }
