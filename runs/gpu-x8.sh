@@ -66,8 +66,9 @@ if [ -x "$bin/trainer" ]; then
     export -f every_rank
     export gpus logs
     step "trainer bench $gpus" 150 '^tokens' bash -c 'every_rank "$@"' every_rank \
-        "$bin/trainer" bench --device cuda --hidden 7168 --intermediate 18432 --heads 64 --kv-heads 64 --head-dim 128 \
-        --vocab 163840 --draft-vocab 32000 --steps 7 --repeat 5 --tokens 4096 --document 4096 --answer-fraction 1
+        "$bin/trainer" bench --device cuda --hidden 7168 --intermediate 18432 --heads 64 \
+        --kv-heads 64 --head-dim 128 --vocab 163840 --draft-vocab 32000 --steps 7 --repeat 5 \
+        --tokens 4096 --document 4096 --answer-fraction 1
     cat "$logs/trainer-bench-$gpus.log"
 fi
 
