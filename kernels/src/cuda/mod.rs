@@ -29,7 +29,7 @@ pub use error::CudaError;
 pub use loader::{Arch, CudaKernels, SOURCES, TRAIN_SOURCES, compile, context, device_count};
 pub use memory::{DeviceBuffer, PinnedBuffer, copy_on_device, download, upload};
 pub use moe::{Permutation, RouteRule, RoutingViews};
-pub use rows::{LatentHeads, RopeView};
+pub use rows::{LatentHeads, RankParts, RopeView, RowNorm};
 pub use shared_stream::{PartTimer, SharedStream};
 pub use stats::StateStats;
 pub use train_attention::{MAX_OWN, OwnGradient, OwnStep, TrainOperands, TrainPlan};

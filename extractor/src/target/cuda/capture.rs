@@ -82,7 +82,7 @@ impl CaptureLane {
         Ok(Self { slots, next: 0, jobs: Some(jobs), thread: Some(thread) })
     }
 
-    /// Starts to copy `bytes` from a device address, in the order of the compute stream.
+    /// Starts to copy `bytes` from a device address, in the order of the current stream.
     pub(super) fn start(
         &mut self,
         device: &Device,
@@ -115,8 +115,8 @@ impl CaptureLane {
             return Err(CudaError::Shape(format!("{bytes} bytes captured, {room} are planned")));
         }
         let snapshot = slot.snapshot.address();
-        copy_on_device(&device.compute, snapshot, address, bytes)?;
-        slot.taken.record(&device.compute).map_err(driver("record an event"))?;
+        copy_on_device(device.stream(), snapshot, address, bytes)?;
+        slot.taken.record(device.stream()).map_err(driver("record an event"))?;
         device.copy.wait(&slot.taken).map_err(driver("order streams"))?;
         let mut pinned = slot.pinned.lock().unwrap_or_else(PoisonError::into_inner);
         pinned.start_download(&device.copy, 0, (snapshot, bytes))?;

@@ -279,12 +279,12 @@ impl ExpertWork {
         Ok(counts.iter().map(|&count| u32::from_le_bytes(count) as usize).collect())
     }
 
-    /// `out += sum of weight * expert(x)` over the held experts. `x` is what it was when the
-    /// counts were asked for.
+    /// Computes the held experts of the rows of `x` that chose them, for
+    /// [`ExpertWork::combine`]. `x` is what it was when the counts were asked for.
     pub(super) fn run(
         &mut self,
         device: &Device,
-        (out, x): (&DeviceMatrix, &DeviceMatrix),
+        x: &DeviceMatrix,
         routing: &Routing,
         experts: &CudaExperts,
     ) -> Result<(), TargetError> {
@@ -298,12 +298,24 @@ impl ExpertWork {
                 expected: format!("at most {most} of {} rows", x.rows),
             });
         }
-        let result = self.enqueue(device, x, routing, (experts, &counts)).and_then(|()| {
-            let outputs = self.outputs(device, 0..self.sizes.grouped_rows(x.rows));
-            let (places, weights) = (routing.permutation.places, routing.views.weights);
-            device.launch().combine(out, &outputs, places, weights)
-        });
+        let result = self.enqueue(device, x, routing, (experts, &counts));
         device.doing("multiply with the experts", result)
+    }
+
+    /// `out += sum of weight * expert(x)` for `rows` of those of the last run.
+    pub(super) fn combine(
+        &self,
+        device: &Device,
+        out: &DeviceMatrix,
+        routing: &Routing,
+        rows: std::ops::Range<usize>,
+    ) -> Result<(), CudaError> {
+        let (top_k, all) = (self.sizes.top_k, routing.views.margins.len);
+        let outputs = self.outputs(device, 0..self.sizes.grouped_rows(all));
+        let choices = rows.start * top_k..rows.end * top_k;
+        let places = routing.permutation.places.range(choices.clone());
+        let weights = routing.views.weights.range(choices);
+        device.launch().combine(out, &outputs, places, weights)
     }
 
     fn enqueue(

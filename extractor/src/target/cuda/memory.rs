@@ -27,6 +27,8 @@ const LIBRARIES: u64 = 1 << 30;
 pub(super) struct Load<'a> {
     pub(super) spec: &'a TargetSpec,
     pub(super) plan: &'a RankPlan,
+    /// Ranks that rows are exchanged with, itself one; a bench has fewer than the plan.
+    pub(super) ranks: usize,
     pub(super) source: &'a Source,
     pub(super) dtype: Dtype,
     /// Tokens of the largest batch.
@@ -55,13 +57,14 @@ impl MemoryPlan {
             let choice: usize = RoutingMemory::values(&sizes, tokens).iter().sum();
             lines.push(("choice of experts", choice as u64 * 4));
         }
-        let rooms = rooms(load.spec, load.plan).0;
+        let rooms = rooms(load.spec, load.plan, load.ranks).0;
         let rooms = rooms.into_iter().filter(|room| room.width > 0);
         lines.extend(rooms.map(|room| (room.name, room_bytes(&room, load.dtype, tokens))));
         let share = tokens.div_ceil(load.plan.world_size) * load.spec.hidden_size * size;
         lines.push(("captured rows", (capture::piece(share) * capture::SLOTS) as u64));
         lines.push(("positions and ids", inputs(load.spec, tokens).iter().sum::<usize>() as u64));
-        let products = if load.spec.moe.is_some() { 1 + LANES } else { 1 };
+        let lanes = if load.spec.moe.is_some() { LANES } else { 0 };
+        let products = 1 + lanes + usize::from(load.ranks > 1);
         lines.push(("workspace of products", (products * WORKSPACE_BYTES) as u64));
         lines.push(("kernels and libraries", LIBRARIES));
         Self { tokens, lines }
@@ -120,7 +123,7 @@ fn room_bytes(room: &Room, dtype: Dtype, tokens: usize) -> u64 {
 
 /// Values of a buffer for batches of `tokens`; padding of products included.
 pub(super) fn room_values(room: &Room, tokens: usize) -> usize {
-    room.width * padded_rows(tokens)
+    room.width * padded_rows(tokens.div_ceil(room.ranks))
 }
 
 /// Number format of a buffer on this device.
@@ -237,7 +240,7 @@ mod tests {
         let plans = options.plans(&spec).unwrap();
         let plan = |plan| {
             let dtype = Dtype::Bf16;
-            MemoryPlan::new(&Load { spec: &spec, plan, source: &source, dtype, tokens })
+            MemoryPlan::new(&Load { spec: &spec, plan, ranks: tp, source: &source, dtype, tokens })
         };
         (stored(&dir), plans.iter().map(plan).collect())
     }

@@ -106,13 +106,17 @@ fn start_ranks(
         Compute::Bf16 | Compute::Auto => Dtype::Bf16,
     };
     Ranks::start(plans.len(), options.deadline, end, move |rank| {
-        let device = Device::open(rank, dtype, limit)?;
+        let mut device = Device::open(rank, dtype, limit)?;
         let collective: Box<dyn Collective<_>> = match &group {
             None => Box::new(Solo),
-            Some(group) => Box::new(group.connect(rank, &device.compute)?),
+            Some(group) => {
+                let side = device.open_side();
+                Box::new(group.connect(rank, device.doing("make a stream", side)?)?)
+            }
         };
         let plan = plans[rank].clone();
-        let load = Load { spec: &spec, plan: &plan, source: &source, dtype, tokens };
+        let ranks = plans.len();
+        let load = Load { spec: &spec, plan: &plan, ranks, source: &source, dtype, tokens };
         let ops = CudaOps::new(device, &load)?;
         let parts = Parts { ops, collective, source: &source, spec: &spec, plan, qa_norm_eps };
         let mut model = Model::load(parts)?;
@@ -139,7 +143,7 @@ impl CudaOps {
 pub(in crate::target) fn ceiling() -> Result<f64, TargetError> {
     require_gpus(1)?;
     let mut device = Device::open(0, Dtype::Bf16, Duration::from_secs(60))?;
-    let Device { blas, compute, .. } = &mut device;
-    let measured = super::gemm::ceiling(blas, compute);
+    let compute = Arc::clone(&device.compute);
+    let measured = super::gemm::ceiling(device.products(), &compute);
     device.doing("measure the ceiling of products", measured)
 }
