@@ -1,5 +1,5 @@
 // Root-mean-square norm of rows, alone or after a sum; a block for each row. Twins: norm,
-// reference::parts.
+// reference::add_parts.
 
 struct NormArgs {
     Mat out, x, delta;

@@ -28,6 +28,9 @@ pub(crate) struct CheckArgs {
     /// Epsilon of the MLA latent norms: hf (1e-6) or config; must be that of the golden file.
     #[arg(long, default_value_t = QaNormEps::Hf)]
     qa_norm_eps: QaNormEps,
+    /// All prompts in one batch, instead of a batch each.
+    #[arg(long)]
+    together: bool,
     /// Largest difference that passes, in units of each tensor's rms.
     #[arg(long, default_value_t = 1e-3)]
     tolerance: f64,
@@ -39,12 +42,12 @@ pub(crate) fn run(args: &CheckArgs, out: &mut dyn Write) -> anyhow::Result<bool>
     let mut target = RankGroup::open(&EngineOptions {
         device: args.device,
         compute: args.compute,
-        batch_tokens: golden.longest(),
+        batch_tokens: golden.longest(args.together),
         tp: args.tp,
         qa_norm_eps: args.qa_norm_eps,
         ..EngineOptions::new(&args.model)
     })?;
-    let report = golden.compare(&mut target)?;
+    let report = golden.compare(&mut target, args.together)?;
     if args.compute.on(args.device) == Compute::Bf16 {
         print_cosines(&report, out)?;
         return Ok(report.agrees_in_bf16());

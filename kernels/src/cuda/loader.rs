@@ -23,7 +23,14 @@ pub const SOURCES: [(&str, &str); 9] = [
     ("dequant.cu", include_str!("../../cuda/dequant.cu")),
     ("stats.cu", include_str!("../../cuda/stats.cu")),
     ("attention_any.cu", include_str!("../../cuda/attention_any.cu")),
-    ("attention_mma.cu", include_str!("../../cuda/attention_mma.cu")),
+    (
+        "attention_mma.cu",
+        concat!(
+            include_str!("../../cuda/mma.cuh"),
+            "\n#line 1 \"attention_mma.cu\"\n",
+            include_str!("../../cuda/attention_mma.cu")
+        ),
+    ),
     ("attention_wgmma.cu", include_str!("../../cuda/attention_wgmma.cu")),
 ];
 

@@ -27,7 +27,9 @@ pub use cudarc;
 pub use dequant::{Fp8BlockWeight, Int4Weight, Nvfp4Weight};
 pub use error::CudaError;
 pub use loader::{Arch, CudaKernels, SOURCES, TRAIN_SOURCES, compile, context, device_count};
-pub use memory::{DeviceBuffer, PinnedBuffer, copy_on_device, download, upload};
+pub use memory::{
+    DeviceBuffer, PinnedBuffer, copy_on_device, download, enable_peer_access, upload,
+};
 pub use moe::{Permutation, RouteRule, RoutingViews};
 pub use rows::{LatentHeads, RankParts, RopeView, RowNorm};
 pub use shared_stream::{PartTimer, SharedStream};

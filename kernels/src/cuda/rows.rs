@@ -361,7 +361,8 @@ impl Launcher<'_> {
     }
 
     /// Splits `kv` [rows, heads, nope + v] into `keys` [rows, heads, nope + rope], whose last part
-    /// is `k_pe` [rows, rope] in every head, and `values` [rows, heads, v]. All of one type.
+    /// is `k_pe` [rows, rope] in every head, and `values` [rows, heads, v]. All of one type, but
+    /// for `k_pe`, which is rounded to it.
     pub fn expand_latent(
         &self,
         (keys, values): (&DeviceMatrix, &DeviceMatrix),
@@ -372,7 +373,8 @@ impl Launcher<'_> {
         let LatentHeads { heads, nope, rope, v } = *dims;
         let shapes = [keys, values, kv, k_pe].map(|matrix| matrix.cols);
         let fits = shapes == [heads * (nope + rope), heads * v, heads * (nope + v), rope]
-            && [keys, values, k_pe].iter().all(|m| m.rows == kv.rows && m.dtype == kv.dtype);
+            && [keys, values].iter().all(|m| m.rows == kv.rows && m.dtype == kv.dtype)
+            && k_pe.rows == kv.rows;
         ensure(fits, || {
             format!("expand_latent {dims:?} of {kv:?}, {k_pe:?} in {keys:?}, {values:?}")
         })?;
@@ -392,7 +394,7 @@ impl Launcher<'_> {
             rope: rope as u32,
             v: v as u32,
         };
-        let name = format!("expand_latent_{}_v{width}", kv.dtype.name());
+        let name = format!("expand_latent_{}_{}_v{width}", kv.dtype.name(), k_pe.dtype.name());
         self.launch(&name, tiled(kv.rows, heads * (nope + rope + v), width)?, &args)
     }
 }

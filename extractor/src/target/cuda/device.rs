@@ -49,10 +49,14 @@ struct Side {
 }
 
 impl Device {
-    /// Opens GPU number `rank` of this process.
-    pub(super) fn open(rank: usize, dtype: Dtype, limit: Duration) -> Result<Self, TargetError> {
+    /// Opens GPU number `gpu` of this process for `rank`.
+    pub(super) fn open(
+        (rank, gpu): (usize, usize),
+        dtype: Dtype,
+        limit: Duration,
+    ) -> Result<Self, TargetError> {
         let open = |doing| move |source| TargetError::Cuda { rank, doing, source };
-        let context = kernels::cuda::context(rank).map_err(open("open the GPU"))?;
+        let context = kernels::cuda::context(gpu).map_err(open("open the GPU"))?;
         let stream = || context.new_stream().map_err(driver("make a stream"));
         let compute = stream().map_err(open("open the GPU"))?;
         // A few blocks that products wait for: they go first.

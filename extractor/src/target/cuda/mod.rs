@@ -1,5 +1,5 @@
 //! The device functions on an NVIDIA GPU. Memory is taken when the model is loaded, by a plan that
-//! is checked first. Knows nothing of layers; sums across GPUs are in [`nccl`].
+//! is checked first. Knows nothing of layers; rows cross GPUs in [`nccl`] or [`peers`].
 
 mod attention;
 mod buffer;
@@ -11,6 +11,7 @@ mod gemm;
 mod inputs;
 mod memory;
 mod nccl;
+mod peers;
 mod rank;
 mod routing;
 mod weights;

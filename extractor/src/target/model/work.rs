@@ -149,6 +149,8 @@ pub(in crate::target) fn rooms(spec: &TargetSpec, plan: &RankPlan, ranks: usize)
     // Latents are made from the rows of each rank where queries have one, else from all.
     let latents_are_spread = widths.q_latent > 0;
     let made = if latents_are_spread { ranks } else { 1 };
+    // Keys are rounded once, after the rotation: it is what bf16 costs most accuracy.
+    let precision = Precision::Single;
     let half = |HalfNames(names): HalfNames, several: usize, own: usize| {
         let own_latent = if latents_are_spread { own } else { 0 };
         [
@@ -157,10 +159,10 @@ pub(in crate::target) fn rooms(spec: &TargetSpec, plan: &RankPlan, ranks: usize)
             spread(names[2], own * hidden),
             spread(names[3], own_latent * widths.q_latent),
             spread(names[4], own_latent * widths.kv_latent),
-            spread(names[5], own_latent * widths.k_pe),
+            Room { precision, ..spread(names[5], own_latent * widths.k_pe) },
             compute(names[6], several * widths.q_latent),
             compute(names[7], several * widths.kv_latent),
-            compute(names[8], several * widths.k_pe),
+            room(names[8], several * widths.k_pe, precision),
         ]
     };
     let several = usize::from(ranks > 1);
@@ -171,7 +173,10 @@ pub(in crate::target) fn rooms(spec: &TargetSpec, plan: &RankPlan, ranks: usize)
         compute("normed input", hidden),
         compute("queries", widths.q),
         Room { ranks: made, ..compute("query latent, plain", widths.q_latent) },
-        Room { ranks: made, ..compute("key latent, plain", widths.kv_latent + widths.k_pe) },
+        Room {
+            ranks: made,
+            ..room("key latent, plain", widths.kv_latent + widths.k_pe, precision)
+        },
         compute("expanded latent", widths.kv),
         compute("keys", widths.k),
         compute("values", widths.v),
