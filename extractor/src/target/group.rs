@@ -207,9 +207,9 @@ impl RankGroup {
             };
             let mut pieces: Vec<_> = outputs.iter_mut().enumerate().flat_map(held).collect();
             pieces.sort_by_key(|(first, ..)| *first);
-            let mut rows = LayerRows::default();
+            let (mut found, mut values) = (Vec::new(), 0);
             for (first, rank, piece) in pieces {
-                let next = rows.len() / hidden_size;
+                let next = values / hidden_size;
                 if self.whole && first != next {
                     return Err(TargetError::Reply {
                         rank,
@@ -217,13 +217,21 @@ impl RankGroup {
                         expected: format!("rows of layer {layer} from {next}"),
                     });
                 }
-                if rows.is_empty() {
-                    rows = piece;
-                } else if let Err(piece) = rows.append(piece) {
-                    let found = format!("{} values", piece.dtype());
-                    return Err(TargetError::Reply { rank, found, expected: rows.dtype().into() });
+                values += piece.len();
+                match piece {
+                    LayerRows::Pieces(pieces) => found.extend(pieces),
+                    piece => found.push(piece),
                 }
             }
+            let dtype = found.first().map_or("f32", LayerRows::dtype);
+            if let Some(other) = found.iter().find(|piece| piece.dtype() != dtype) {
+                let found = format!("{} values", other.dtype());
+                return Err(TargetError::Reply { rank: 0, found, expected: dtype.into() });
+            }
+            let rows = match found.len() {
+                1 => found.remove(0),
+                _ => LayerRows::Pieces(found),
+            };
             if self.whole && rows.len() != tokens * hidden_size {
                 return Err(TargetError::Reply {
                     rank: 0,

@@ -154,16 +154,9 @@ impl CudaCaptured {
     /// Waits for the rows.
     pub(super) fn wait(self) -> Result<LayerRows, CudaError> {
         let gone = || CudaError::Shape("the thread that takes captured rows has gone".to_owned());
-        let mut rows = LayerRows::default();
-        for piece in self.0 {
-            let piece = piece.recv().map_err(|_| gone())??;
-            if rows.is_empty() {
-                rows = piece;
-            } else if rows.append(piece).is_err() {
-                return Err(CudaError::Shape("pieces of two number formats".to_owned()));
-            }
-        }
-        Ok(rows)
+        let pieces = self.0.into_iter().map(|piece| piece.recv().map_err(|_| gone())?);
+        let mut pieces = pieces.collect::<Result<Vec<_>, CudaError>>()?;
+        Ok(if pieces.len() == 1 { pieces.remove(0) } else { LayerRows::Pieces(pieces) })
     }
 }
 
@@ -174,8 +167,8 @@ impl Job {
             let pinned = self.pinned.lock().unwrap_or_else(PoisonError::into_inner);
             let bytes = &pinned.as_slice()[..self.bytes];
             match self.dtype {
-                Dtype::Bf16 => LayerRows::Bf16(bytemuck::cast_slice::<u8, bf16>(bytes).to_vec()),
-                Dtype::F32 => LayerRows::F32(bytemuck::cast_slice(bytes).to_vec()),
+                Dtype::Bf16 => LayerRows::copy_bf16(bytemuck::cast_slice::<u8, bf16>(bytes)),
+                Dtype::F32 => LayerRows::copy_f32(bytemuck::cast_slice(bytes)),
             }
         });
         // Nobody listens after an error elsewhere.

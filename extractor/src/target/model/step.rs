@@ -254,9 +254,8 @@ impl<O: Ops> Step<'_, O> {
         let out = if ranks == 1 { normed } else { &mut half.shard };
         let sum = std::mem::replace(&mut self.half.sum, Sum::None);
         if sum == Sum::None {
-            if let Some((weight, eps)) = norm {
-                self.ops.rms_norm(out, &half.x, weight, eps)?;
-            }
+            let Some((weight, eps)) = norm else { return Ok(()) };
+            self.ops.rms_norm(out, &half.x, weight, eps)?;
             return self.ops.lap(Stage::Norms);
         }
         let (rows, width) = (self.half.rows, self.hidden_size);
