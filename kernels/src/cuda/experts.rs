@@ -240,11 +240,8 @@ impl Launcher<'_> {
         };
         let shared = STAGES * STAGE_BYTES + 2 * (MAX_EXPERTS + 1) * 4 + 1024;
         let blocks = self.kernels.multiprocessors() / 2 * 2;
-        let shape = Shape {
-            grid: (grid(blocks)?, 1, 1),
-            block: (384, 1, 1),
-            shared: shared as u32,
-        };
+        let shape =
+            Shape { grid: (grid(blocks)?, 1, 1), block: (384, 1, 1), shared: shared as u32 };
         self.launch(&format!("{name}_{}", if pair { "pair" } else { "tall" }), shape, &args)
     }
 }

@@ -112,7 +112,8 @@ fn start_ranks(
             Some(group) => Box::new(group.connect(rank, &device.compute)?),
         };
         let plan = plans[rank].clone();
-        let load = Load { spec: &spec, plan: &plan, source: &source, dtype, tokens };
+        let decodes = dtype == Dtype::Bf16 && device.launch().has_expert_products();
+        let load = Load { spec: &spec, plan: &plan, source: &source, dtype, tokens, decodes };
         let ops = CudaOps::new(device, &load)?;
         let parts = Parts { ops, collective, source: &source, spec: &spec, plan, qa_norm_eps };
         let mut model = Model::load(parts)?;
