@@ -8,7 +8,9 @@ mod clock;
 mod device;
 mod experts;
 mod gemm;
+mod grouped;
 mod inputs;
+mod lanes;
 mod memory;
 mod nccl;
 mod peers;
@@ -75,7 +77,7 @@ impl CudaOps {
         let tokens = load.tokens;
         let inputs = device.doing("take memory for a batch", Inputs::new(&device, load))?;
         let sizes = load.spec.moe.as_ref();
-        let sizes = sizes.map(|moe| memory::expert_sizes(load.spec, moe, load.plan));
+        let sizes = sizes.map(|moe| memory::expert_sizes(load, moe));
         let (routing, experts) = match sizes {
             None => (None, None),
             Some(sizes) => {
@@ -92,7 +94,8 @@ impl CudaOps {
     }
 
     fn loader<'a>(&'a mut self, source: &'a Source) -> Loader<'a> {
-        Loader { device: &self.device, source, progress: &mut self.progress }
+        let grouped = self.experts.as_ref().is_some_and(|work| work.sizes().grouped);
+        Loader { device: &self.device, source, grouped, progress: &mut self.progress }
     }
 
     fn fits(&self, tokens: usize) -> Result<(), TargetError> {

@@ -148,10 +148,11 @@ fn start_ranks(
         let mut device = Device::open((rank, gpu), dtype, limit)?;
         let collective = group.connect(&mut device)?;
         let plan = plans[rank].clone();
-        let ranks = plans.len();
-        let load = Load { spec: &spec, plan: &plan, ranks, source: &source, dtype, tokens };
+        let decodes = dtype == Dtype::Bf16 && device.launch().has_expert_products();
+        let (spec, source, ranks) = (&spec, &source, plans.len());
+        let load = Load { spec, plan: &plan, ranks, source, dtype, tokens, decodes };
         let ops = CudaOps::new(device, &load)?;
-        let parts = Parts { ops, collective, source: &source, spec: &spec, plan, qa_norm_eps };
+        let parts = Parts { ops, collective, source, spec, plan, qa_norm_eps };
         let mut model = Model::load(parts)?;
         model.ops().finish_loading()?;
         Ok(CudaRank { model, rank })
