@@ -176,7 +176,7 @@ impl GoldenReport {
 
     /// Every state points where it should, as far as bf16 allows.
     pub fn agrees_in_bf16(&self) -> bool {
-        !self.cosines.is_empty() && self.cosines.iter().all(Cosines::agrees)
+        Cosines::agree(&self.cosines)
     }
 
     /// Every tensor is within `tolerance` of its rms, and every choice is the expected one.
