@@ -6,6 +6,10 @@
 # FOLDER holds the binaries `extractor` and, if kernels are to be checked alone, `cuda_check`:
 #   cargo build --release -p extractor && cargo build --release -p kernels --example cuda_check
 # Logs go to $AERIE_LOGS, or to a new folder under /tmp. Exit code: 0 if everything passed.
+#
+# Further number formats are checked where $AERIE_FORMATS names a folder with nano-kimi-FORMAT/ and
+# golden/nano_kimi_FORMAT.safetensors. $AERIE_PROMPTS, a file of conversations, is extracted with
+# nano-kimi and audited.
 set -uo pipefail
 
 bin=$(cd "${1:?a folder with the binaries}" && pwd) || exit 78
@@ -14,25 +18,44 @@ cd "$(dirname "$0")/.." || exit 70
 logs=${AERIE_LOGS:-$(mktemp -d /tmp/aerie-gpu-check.XXXXXX)}
 . runs/steps.sh
 
+# check MODEL GOLDEN COMPUTE TP [MORE...]
 check() {
-    local model=$1 golden=$2 compute=$3 tp=$4
-    step "$golden $compute tp$tp" 180 '^worst' "$bin/extractor" check --model "$model" \
-        --golden "tests/fixtures/golden/$golden.safetensors" --device cuda --compute "$compute" \
-        --tp "$tp"
+    local model=$1 golden=$2 compute=$3 tp=$4 name
+    shift 4
+    name=$(basename "$golden" .safetensors)
+    step "$name $compute tp$tp${*:+ ${*#--}}" 180 '^worst' "$bin/extractor" check --device cuda \
+        --model "$model" --golden "$golden" --compute "$compute" --tp "$tp" "$@"
 }
-
-ranks=1
-[ "$gpus" -ge 2 ] && ranks="1 2"
 
 if [ "$part" != benches ]; then
     [ -x "$bin/cuda_check" ] && step kernels 400 'passed|failed|checks' "$bin/cuda_check"
-    for tp in $ranks; do
+    golden=tests/fixtures/golden
+    for tp in 1 2; do
+        # On one GPU, two ranks share it and rows cross by copies.
+        export AERIE_RANKS_SHARE_GPU=$((gpus < tp))
         for compute in f32 bf16; do
-            check models/nano-kimi nano_kimi_int4 $compute "$tp"
-            check tests/fixtures/tiny-odd tiny_odd $compute "$tp"
-            check tests/fixtures/stories260k stories260k $compute "$tp"
+            # A batch of many equals batches of one: both equal the goldens.
+            for batches in "" --together; do
+                check models/nano-kimi $golden/nano_kimi_int4.safetensors $compute $tp $batches
+                check tests/fixtures/tiny-odd $golden/tiny_odd.safetensors $compute $tp $batches
+                check tests/fixtures/stories260k $golden/stories260k.safetensors $compute $tp \
+                    $batches
+            done
+            for model in ${AERIE_FORMATS:+"$AERIE_FORMATS"/nano-kimi-*}; do
+                format=${model##*-}
+                check "$model" "$AERIE_FORMATS/golden/nano_kimi_$format.safetensors" $compute $tp
+            done
         done
     done
+    export AERIE_RANKS_SHARE_GPU=0
+    if [ -n "${AERIE_PROMPTS:-}" ]; then
+        states=$(mktemp -d)
+        step "extract" 600 'samples|tokens' "$bin/extractor" run --device cuda \
+            --model models/nano-kimi --prompts "$AERIE_PROMPTS" --dataset "$states/data" \
+            --batch-tokens 32768 --max-tokens 1024
+        step "audit" 300 'clean|finding' "$bin/extractor" audit "$states/data"
+        rm -rf "$states"
+    fi
 fi
 
 if [ "$part" != checks ]; then

@@ -19,6 +19,13 @@ struct GatherArgs {
     u32 rows, cols, x_rows;
 };
 
+struct GatherPanelsArgs {
+    u64 out;
+    Mat x;
+    u64 sources, end;
+    u32 cols, x_rows, panel_rows;
+};
+
 struct CombineArgs {
     Mat out, x;
     u64 places, weights;
@@ -244,6 +251,23 @@ __device__ __forceinline__ void gather(const GatherArgs& a) {
     // A number outside the matrix gives zeros rather than a fault.
     if (source < a.x_rows) load(x, row_of<const T>(a.x, source) + c);
     store(row_of<U>(a.out, r) + c, x);
+}
+
+// Rows as the products of experts want them: panels of 64 columns, the sixteen-byte pieces of a row
+// exchanged by its number modulo eight. 64 threads write eight rows of a panel, side by side.
+extern "C" __global__ void __launch_bounds__(256) gather_panels(GatherPanelsArgs a) {
+    u32 piece = threadIdx.x % 8, row = threadIdx.x / 8 % 8, end = *reinterpret_cast<u32*>(a.end);
+    const u32* sources = reinterpret_cast<const u32*>(a.sources);
+    for (u32 r = blockIdx.x * 8 + row; r < end; r += gridDim.x * 8) {
+        u32 source = sources[r];
+        // What lies between experts is read by nobody, but must not lead out of x.
+        const uint4* from = reinterpret_cast<const uint4*>(
+            row_of<const bf16>(a.x, source < a.x_rows ? source : 0) + piece * 8);
+        uint4* to = reinterpret_cast<uint4*>(a.out) + (u64)r * 8 + (piece ^ row);
+#pragma unroll 4
+        for (u32 panel = threadIdx.x / 64; panel < a.cols / 64; panel += 4)
+            to[(u64)panel * a.panel_rows * 8] = from[panel * 8];
+    }
 }
 
 template <typename T, typename U, int V>

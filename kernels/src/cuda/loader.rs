@@ -15,7 +15,7 @@ use super::{CudaError, Launcher, Shape};
 const COMMON: &str = include_str!("../../cuda/common.cuh");
 
 /// Every source file: name and text. Each is compiled after common.cuh.
-pub const SOURCES: [(&str, &str); 9] = [
+pub const SOURCES: [(&str, &str); 10] = [
     ("rows.cu", include_str!("../../cuda/rows.cu")),
     ("norm.cu", include_str!("../../cuda/norm.cu")),
     ("rope.cu", include_str!("../../cuda/rope.cu")),
@@ -23,8 +23,16 @@ pub const SOURCES: [(&str, &str); 9] = [
     ("dequant.cu", include_str!("../../cuda/dequant.cu")),
     ("stats.cu", include_str!("../../cuda/stats.cu")),
     ("attention_any.cu", include_str!("../../cuda/attention_any.cu")),
-    ("attention_mma.cu", include_str!("../../cuda/attention_mma.cu")),
+    (
+        "attention_mma.cu",
+        concat!(
+            include_str!("../../cuda/mma.cuh"),
+            "\n#line 1 \"attention_mma.cu\"\n",
+            include_str!("../../cuda/attention_mma.cu")
+        ),
+    ),
     ("attention_wgmma.cu", include_str!("../../cuda/attention_wgmma.cu")),
+    ("experts_wgmma.cu", include_str!("../../cuda/experts_wgmma.cu")),
 ];
 
 /// The sources that training needs.
