@@ -6,9 +6,8 @@ use std::error::Error;
 use kernels::cuda::cudarc::driver::sys::CUevent_flags;
 use kernels::cuda::{
     Attention, AttentionVariant, DeviceBuffer, DeviceHeads, DeviceMatrix, DevicePanels, Dtype,
-    EXPERT_ALIGN, ExpertVariant, ExpertWeights, Fp8BlockWeight, Int4Weight, LatentHeads, Launcher,
-    Nvfp4Weight, Permutation, Product, RopeView, RouteRule, RoutingViews, StateStats,
-    copy_on_device,
+    EXPERT_ALIGN, ExpertWeights, Fp8BlockWeight, Int4Weight, LatentHeads, Launcher, Nvfp4Weight,
+    Permutation, Product, RopeView, RouteRule, RoutingViews, StateStats, copy_on_device,
 };
 
 use crate::parity::{Gpu, Outcome};
@@ -407,13 +406,11 @@ impl Bench<'_> {
                 let (_to, to) = self.matrix([rows, out], Dtype::Bf16)?;
                 let panels = DevicePanels { address: to.address, rows, cols: out / 2 };
                 let work = Work::Flops(2.0 * real * (out * input) as f64);
-                for variant in [ExpertVariant::Single, ExpertVariant::Pair] {
-                    let name = format!("experts {variant:?} {tokens} x {out} x {input}");
-                    self.launches(&name, &work, |on| match gate_up {
-                        true => on.experts_gate_up(variant, &panels, &x, (&weights, offsets.view)),
-                        false => on.experts_down(variant, &to, &x, (&weights, offsets.view)),
-                    })?;
-                }
+                let name = format!("experts {tokens} x {out} x {input}, int4");
+                self.launches(&name, &work, |on| match gate_up {
+                    true => on.experts_gate_up(&panels, &x, (&weights, offsets.view)),
+                    false => on.experts_down(&to, &x, (&weights, offsets.view)),
+                })?;
             }
         }
         Ok(())
