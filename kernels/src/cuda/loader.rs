@@ -14,6 +14,19 @@ use super::{CudaError, Launcher, Shape};
 
 const COMMON: &str = include_str!("../../cuda/common.cuh");
 
+/// The text of a source that uses hopper.cuh.
+macro_rules! hopper {
+    ($file:literal) => {
+        concat!(
+            include_str!("../../cuda/hopper.cuh"),
+            "\n#line 1 \"",
+            $file,
+            "\"\n",
+            include_str!(concat!("../../cuda/", $file))
+        )
+    };
+}
+
 /// Every source file: name and text. Each is compiled after common.cuh.
 pub const SOURCES: [(&str, &str); 10] = [
     ("rows.cu", include_str!("../../cuda/rows.cu")),
@@ -24,8 +37,8 @@ pub const SOURCES: [(&str, &str); 10] = [
     ("stats.cu", include_str!("../../cuda/stats.cu")),
     ("attention_any.cu", include_str!("../../cuda/attention_any.cu")),
     ("attention_mma.cu", include_str!("../../cuda/attention_mma.cu")),
-    ("attention_wgmma.cu", include_str!("../../cuda/attention_wgmma.cu")),
-    ("experts_wgmma.cu", include_str!("../../cuda/experts_wgmma.cu")),
+    ("attention_wgmma.cu", hopper!("attention_wgmma.cu")),
+    ("experts_wgmma.cu", hopper!("experts_wgmma.cu")),
 ];
 
 /// The sources that training needs.
