@@ -8,8 +8,8 @@ use burn::tensor::{DType, FloatDType, Tensor, TensorData};
 use crate::golden::{Difference, cosine};
 use crate::losses::LossKind;
 use crate::ops::{
-    AdamWState, AdamWStep, AttentionPlan, DeviceFault, DistillRows, Distilled, DraftOps,
-    RotaryTable, RowIndex, Segment, TeacherHead, plain,
+    Activations, AdamWState, AdamWStep, AttentionPlan, DeviceFault, DistillRows, Distilled,
+    DraftOps, MlpWeights, RotaryTable, RowIndex, Segment, TeacherHead, plain,
 };
 
 /// A backend with all operations, with gradients and without.
@@ -119,24 +119,34 @@ trait Case {
     fn run<B: Differentiable>(&self, runner: &Runner<B>) -> Values;
 }
 
-struct Project([usize; 3]);
+struct Project {
+    /// Rows, columns read, rows of the weight.
+    shape: [usize; 3],
+    /// Columns of the weight before and behind those read.
+    around: [usize; 2],
+}
 
 impl Case for Project {
     fn name(&self) -> String {
-        format!("project {:?}", self.0)
+        format!("project_part {:?} of {:?}", self.shape, self.around)
     }
 
     fn run<B: Differentiable>(&self, runner: &Runner<B>) -> Values {
-        let ([n, input, output], mut random) = (self.0, Random(1));
+        let ([n, input, output], mut random) = (self.shape, Random(1));
+        let ([first, behind], count) = (self.around, n * output);
+        let width = first + input + behind;
         let x = runner.leaf(&random.reals(n * input), [n, input]);
-        let weight = runner.leaf(&random.reals(output * input), [output, input]);
-        let once = |x: &Tensor<B, 2>| match runner.plain {
-            true => plain::project(x.clone(), weight.clone()),
-            false => B::project(x.clone(), weight.clone()),
+        let weight = runner.leaf(&random.reals(output * width), [output, width]);
+        let sum = runner.leaf(&random.reals(count), [n, output]);
+        let once = |x: Tensor<B, 2>, sum: Option<Tensor<B, 2>>| match runner.plain {
+            true => plain::project_part(x, weight.clone(), first, sum),
+            false => B::project_part(x, weight.clone(), first, sum),
         };
-        // Twice, so that the second gradient of the weight is added to the first.
-        let out = once(&x) + once(&(x.clone() * 0.5));
-        runner.finish(out, &random.reals(n * output), &vec![x, weight])
+        // Twice, so that the second gradients are added to the first; the first sum is held by
+        // others, the second by nobody.
+        let out = once(x.clone(), Some(sum.clone()));
+        let out = once(x.clone() * 0.5, Some(out)) + once(x.clone(), None);
+        runner.finish(out, &random.reals(count), &vec![x, weight, sum])
     }
 }
 
@@ -152,30 +162,74 @@ impl Case for Norm {
         let x = runner.leaf(&random.reals(n * width), [n, width]);
         let weight = runner.exact(&random.reals(width), [1, width]).require_grad();
         let vector = weight.clone().reshape([width]);
-        let out = match runner.plain {
-            true => plain::rms_norm(x.clone(), vector, 1e-5),
-            false => B::rms_norm(x.clone(), vector, 1e-5),
+        let once = |x: Tensor<B, 2>| match runner.plain {
+            true => plain::rms_norm(x, vector.clone(), 1e-5),
+            false => B::rms_norm(x, vector.clone(), 1e-5),
         };
+        let out = once(x.clone()) + once(x.clone()) * 0.5;
         runner.finish(out, &random.reals(n * width), &vec![x, weight])
     }
 }
 
-struct Gate([usize; 2]);
+struct Mlp {
+    /// Rows, width, inner width.
+    shape: [usize; 3],
+    activations: Activations,
+}
 
-impl Case for Gate {
+impl Case for Mlp {
     fn name(&self) -> String {
-        format!("swiglu {:?}", self.0)
+        format!("mlp {:?} {:?}", self.shape, self.activations)
     }
 
     fn run<B: Differentiable>(&self, runner: &Runner<B>) -> Values {
-        let ([n, width], mut random) = (self.0, Random(3));
-        let gate = runner.leaf(&random.reals(n * width), [n, width]);
-        let up = runner.leaf(&random.reals(n * width), [n, width]);
-        let out = match runner.plain {
-            true => plain::swiglu(gate.clone(), up.clone()),
-            false => B::swiglu(gate.clone(), up.clone()),
+        let ([n, width, inner], mut random) = (self.shape, Random(3));
+        let mut matrix = |rows: usize, cols: usize| {
+            let spread = 1.0 / (cols as f32).sqrt();
+            let values = random.reals(rows * cols).into_iter().map(|x| x * spread);
+            let values: Vec<f32> = values.map(|x| half::bf16::from_f32(x).to_f32()).collect();
+            runner.leaf(&values, [rows, cols])
         };
-        runner.finish(out, &random.reals(n * width), &vec![gate, up])
+        let (x, gate) = (matrix(n, width) * 3.0, matrix(inner, width));
+        let (up, down) = (matrix(inner, width), matrix(width, inner));
+        let x = x.detach().require_grad();
+        let norm = runner.exact(&random.reals(width), [1, width]).require_grad();
+        let weights = MlpWeights {
+            norm: norm.clone().reshape([width]),
+            eps: 1e-5,
+            gate: gate.clone(),
+            up: up.clone(),
+            down: down.clone(),
+        };
+        let once = |x: Tensor<B, 2>| match runner.plain {
+            true => plain::mlp(x, weights.clone()),
+            false => B::mlp(x, weights.clone(), self.activations),
+        };
+        let out = once(once(x.clone()));
+        runner.finish(out, &random.reals(n * width), &vec![x, norm, gate, up, down])
+    }
+}
+
+struct Place([usize; 3]);
+
+impl Case for Place {
+    fn name(&self) -> String {
+        format!("place_rows {:?}", self.0)
+    }
+
+    fn run<B: Differentiable>(&self, runner: &Runner<B>) -> Values {
+        let ([m, width, n], mut random) = (self.0, Random(9));
+        let all = random.some(2 * n, m);
+        let of = |at: usize| all.iter().skip(at).step_by(2).copied().collect::<Vec<u32>>();
+        let x = runner.leaf(&random.reals(n * width), [n, width]);
+        let mut out = runner.tensor(&vec![0.0; m * width], [m, width]);
+        for (at, x) in [(0, x.clone()), (1, x.clone() * 0.5)] {
+            out = match runner.plain {
+                true => plain::place_rows(out, x, &runner.rows(&of(at))),
+                false => B::place_rows(out, x, &runner.rows(&of(at))),
+            };
+        }
+        runner.finish(out, &random.reals(m * width), &vec![x])
     }
 }
 
@@ -221,10 +275,12 @@ impl Case for Gather {
         let x = runner.leaf(&random.reals(m * width), [m, width]);
         let rows: Vec<u32> = (0..n).map(|_| random.below(m) as u32).collect();
         let rows = runner.rows(&rows);
-        let out = match runner.plain {
-            true => plain::gather_rows(x.clone(), &rows),
-            false => B::gather_rows(x.clone(), &rows),
+        let once = |x: Tensor<B, 2>| match runner.plain {
+            true => plain::gather_rows(x, &rows),
+            false => B::gather_rows(x, &rows),
         };
+        // Twice, so that the second gradient is added to the first.
+        let out = once(x.clone()) + once(x.clone()) * 0.5;
         runner.finish(out, &random.reals(n * width), &vec![x])
     }
 }
@@ -411,9 +467,17 @@ pub fn compare<B: Differentiable>(
     macro_rules! check {
         ($($case:expr),* $(,)?) => { $(one::<B>(&$case, (dtype, device), &mut list)?;)* };
     }
-    check!(Project([5, 7, 3]), Project([33, 100, 257]), Project([130, 192, 96]));
+    for shape in [[5, 7, 3], [33, 100, 257], [130, 192, 96]] {
+        let alone = Project { shape, around: [0, 0] };
+        check!(alone, Project { shape, around: [64, 0] }, Project { shape, around: [3, 9] });
+    }
     check!(Norm([3, 7]), Norm([300, 100]), Norm([65, 7168]));
-    check!(Gate([3, 7]), Gate([70, 96]), Gate([9, 1000]));
+    for activations in [Activations::Keep, Activations::Recompute] {
+        for shape in [[3, 7, 5], [70, 96, 40], [9, 64, 1000]] {
+            check!(Mlp { shape, activations });
+        }
+    }
+    check!(Place([23, 7, 9]), Place([120, 192, 60]));
     for interleaved in [false, true] {
         for shape in [[5, 3, 6], [40, 2, 64], [33, 4, 128]] {
             check!(Turn { shape, interleaved });

@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use burn::backend::cuda::CudaDevice;
 use burn::backend::{Autodiff, Cuda};
+use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Distribution, FloatDType, Tensor};
 use kernels::cuda::CudaError;
 use trainer::cuda::{Part, settle, start_timer, take_times, tensor_memory};
@@ -55,7 +56,11 @@ fn random(
     };
     // Large matrices repeat a part, so that no f32 copy of the whole is ever there.
     match rows % 16 {
-        0 if rows >= 65_536 => random(rows / 16).repeat_dim(0, 16),
+        0 if rows >= 65_536 => {
+            <Cuda as Backend>::memory_persistent_allocations(device, random(rows / 16), |x| {
+                x.repeat_dim(0, 16)
+            })
+        }
         _ => random(rows),
     }
 }
@@ -64,15 +69,16 @@ impl Setting {
     fn new(args: &BenchArgs, place: (&CudaDevice, FloatDType)) -> anyhow::Result<Self> {
         let (device, _) = place;
         let exact = (device, FloatDType::F32);
-        let draft = Eagle3Draft::<Cuda>::from_parameters::<ParamShapeError>(
-            args.config(),
-            &mut |_, shape| {
-                Ok(match *shape {
-                    [rows, cols] => Param::Matrix(random([rows, cols], 0.02, exact)),
-                    _ => Param::Vector(Tensor::ones([shape[0]], (device, DType::F32))),
+        let param = |shape: &[usize]| match *shape {
+            [rows, cols] => Param::Matrix(random([rows, cols], 0.02, exact)),
+            _ => Param::Vector(Tensor::ones([shape[0]], (device, DType::F32))),
+        };
+        let draft =
+            <Cuda as Backend>::memory_persistent_allocations(device, args.config(), |config| {
+                Eagle3Draft::<Cuda>::from_parameters::<ParamShapeError>(config, &mut |_, shape| {
+                    Ok(param(shape))
                 })
-            },
-        )?;
+            })?;
         let optimizer = AdamW::new(ADAMW, &draft);
         let (optimizer, draft) = optimizer.with_working_copy(draft, place.1);
         let matrix = |shape, spread| Tensor::<B, 2>::from_inner(random(shape, spread, place));
@@ -105,10 +111,9 @@ impl Setting {
         let mut gradients = output.loss.backward();
         output.fetch();
         let gradients = tracked.gradients(&mut gradients);
-        let (draft, _) = self.optimizer.update(&self.draft, gradients, 1e-4)?;
-        self.draft = draft;
         let loss = output.metrics().loss(self.options.step_decay);
         drop((output, tracked));
+        self.optimizer.update(&mut self.draft, gradients, 1e-4)?;
         if let Some(fault) = <Cuda as DraftOps>::fault(device) {
             return Err(fault.into());
         }
@@ -142,6 +147,8 @@ pub(super) fn run(
     let (device, _) = place;
     let start = Instant::now();
     let mut setting = Setting::new(args, place)?;
+    // What making it took goes back.
+    <Cuda as Backend>::memory_cleanup(device);
     start_timer(device)?;
     let first = setting.step(device)?;
     let ready = start.elapsed().as_secs_f64();
@@ -153,8 +160,8 @@ pub(super) fn run(
     let [_, reserved] = tensor_memory(device);
     steps.sort_by(|a, b| a.whole.total_cmp(&b.whole));
     let (fastest, median) = (steps[0].whole, &steps[steps.len() / 2]);
-    let (sparse, dense) =
-        (args.flop(setting.batch.tokens(), args.dense), args.flop(setting.batch.tokens(), true));
+    let tokens = setting.batch.tokens().clone();
+    let (sparse, dense) = (args.flop(&tokens, args.dense), args.flop(&tokens, true));
     drop(setting);
     let limit = ceiling(place)?;
     let floor = |flop: f64| flop / limit / 1e9;
@@ -175,6 +182,10 @@ pub(super) fn run(
     writeln!(out, "  {:<15}{rest:10.1} ms", "rest")?;
     let speed = sparse / part(Part::Gemm).max(1e-9) / 1e9;
     writeln!(out, "products         {:10.1} TFLOP a step, {speed:.0} TFLOP/s", sparse / 1e12)?;
+    for cost in args.products(&tokens, args.dense) {
+        let [forward, backward] = [cost.forward, cost.backward].map(|flop| flop / 1e12);
+        writeln!(out, "  {:<17}{forward:8.2} forward {backward:8.2} backward", cost.name)?;
+    }
     writeln!(out, "gemm ceiling     {limit:10.1} TFLOP/s ({SQUARE}^3)")?;
     let share = |flop: f64| 100.0 * floor(flop) / median.whole;
     writeln!(out, "dense floor      {:10.1} ms, {:.1} % of the step", floor(dense), share(dense))?;

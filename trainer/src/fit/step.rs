@@ -100,11 +100,9 @@ where
 
     fn fresh(session: &Session<B>) -> Result<Self, FitError> {
         let config = &session.config;
-        let mut draft = Eagle3Draft::<B::InnerBackend>::init(
-            session.draft.clone(),
-            config.train.seed,
-            &session.device,
-        )?;
+        let device = &session.device;
+        let init = |sizes| Eagle3Draft::<B::InnerBackend>::init(sizes, config.train.seed, device);
+        let mut draft = B::memory_persistent_allocations(device, session.draft.clone(), init)?;
         if config.draft.lm_head_init == LmHeadInit::Target {
             draft = draft.with_lm_head(session.draft_rows_of_lm_head().cast(FloatDType::F32))?;
         }
@@ -229,11 +227,10 @@ where
         };
         let gradients =
             gradients.unwrap_or_else(|| self.draft.parameters().into_iter().map(zeros).collect());
-        let (draft, norm) = self.optimizer.update(&self.draft, gradients, rate)?;
+        let norm = self.optimizer.update(&mut self.draft, gradients, rate)?;
         if let Some(fault) = B::InnerBackend::fault(&session.device) {
             return Err(TttError::from(fault).into());
         }
-        self.draft = draft;
         self.step += 1;
         self.acceptance_length = None;
         Ok((rate, norm))

@@ -150,6 +150,17 @@ impl Work<'_> {
     ) -> Result<(), CudaError> {
         self.blas.matmul(out, a, b, product)
     }
+
+    /// A product in the first of two matrices that adds to the second.
+    pub(super) fn product_onto(
+        &mut self,
+        out_and_sum: (&DeviceMatrix, &DeviceMatrix),
+        a: &DeviceMatrix,
+        b: &DeviceMatrix,
+        product: Product,
+    ) -> Result<(), CudaError> {
+        self.blas.matmul_onto(out_and_sum, a, b, product)
+    }
 }
 
 /// Runs an operation behind all that burn was given so far, and before all it is given later. The

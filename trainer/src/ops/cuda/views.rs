@@ -77,6 +77,19 @@ pub(super) fn exclusive<const D: usize>(x: T<D>) -> T<D> {
     }
 }
 
+/// The tensor, and where an operation that reads and writes place by place may put its result: the
+/// same memory if nobody else holds it, else new memory.
+pub(super) fn in_place<const D: usize>(x: T<D>) -> (T<D>, T<D>) {
+    let raw: Raw = x.into_primitive().tensor();
+    let alone = raw.can_mut();
+    let x = tensor::<D>(raw);
+    let out = match alone {
+        true => x.clone(),
+        false => empty(x.dims(), (&x.device(), x.dtype())),
+    };
+    (x, out)
+}
+
 /// View of a matrix, or of a vector as one row. The tensor comes from [`in_rows`] or [`empty`].
 pub(super) fn matrix<const D: usize>(x: &T<D>) -> DeviceMatrix {
     let raw = raw(x);
