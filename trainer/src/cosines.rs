@@ -22,7 +22,7 @@ pub(crate) fn gradients<B: AutodiffBackend + DraftOps>(
 ) -> Result<Vec<(String, Vec<f32>)>, TttError> {
     let draft = Eagle3Draft::<B>::tracked(draft);
     let output = ttt_step(&draft, target, batch, options)?;
-    let mut gradients = output.loss.backward();
+    let mut gradients = output.backward();
     let all = draft.gradients(&mut gradients).into_iter();
     Ok(all.map(|(name, gradient)| (name, gradient.to_vec())).collect())
 }

@@ -289,7 +289,7 @@ impl GoldenCase {
         if let Some(trace) = &output.trace {
             list.extend(self.compare_trace(&draft, trace)?);
         }
-        let mut gradients = output.loss.backward();
+        let mut gradients = output.backward();
         for (name, gradient) in draft.gradients(&mut gradients) {
             let name = format!("grad.{name}");
             let expected = self.values(&name)?;

@@ -128,6 +128,15 @@ impl<B: DraftOps> AdamW<B> {
         rate: f64,
     ) -> Result<f64, GradientError> {
         self.check_order(&gradients)?;
+        B::on_device(&draft.device(), || self.checked_update(draft, gradients, rate))
+    }
+
+    fn checked_update(
+        &mut self,
+        draft: &mut Eagle3Draft<B>,
+        gradients: Named<B>,
+        rate: f64,
+    ) -> Result<f64, GradientError> {
         let norm = self.global_norm(&gradients)?;
         let clip = self.config.clip;
         let scale = if clip > 0.0 && norm > clip { clip / norm } else { 1.0 };

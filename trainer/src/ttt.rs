@@ -2,7 +2,7 @@
 //! Knows nothing of optimizers, files or schedules.
 
 use burn::tensor::Tensor;
-use burn::tensor::backend::Backend;
+use burn::tensor::backend::{AutodiffBackend, Backend};
 use thiserror::Error;
 
 use crate::batch::{BatchError, BatchTokens, FrozenTarget, TrainBatch};
@@ -61,6 +61,16 @@ pub struct TttOutput<B: Backend> {
     /// Intermediate states, when asked for.
     pub trace: Option<Trace<B>>,
     outcomes: RowOutcomes<B>,
+}
+
+impl<B: AutodiffBackend + DraftOps> TttOutput<B> {
+    /// Gradients of everything the loss depends on. The graph is used up.
+    pub fn backward(&self) -> B::Gradients {
+        let mut made = None;
+        B::on_device(&self.loss.device(), || made = Some(self.loss.backward()));
+        let Some(made) = made else { unreachable!("the task has run") };
+        made
+    }
 }
 
 impl<B: Backend> TttOutput<B> {
@@ -139,6 +149,15 @@ pub fn ttt_step<B: DraftOps>(
     options: &TttOptions,
 ) -> Result<TttOutput<B>, TttError> {
     check(draft, frozen, batch, options)?;
+    B::on_device(&draft.device(), || unchecked_step(draft, frozen, batch, options))
+}
+
+fn unchecked_step<B: DraftOps>(
+    draft: &Eagle3Draft<B>,
+    frozen: &FrozenTarget<B>,
+    batch: &TrainBatch<B>,
+    options: &TttOptions,
+) -> Result<TttOutput<B>, TttError> {
     let tokens = batch.tokens();
     let masks =
         row_masks(tokens, options.steps, options.mask_mode, &known_top(frozen, batch, options));

@@ -66,6 +66,9 @@ pub(crate) struct BenchArgs {
     /// Teacher states whose logits exist at a time.
     #[arg(long, default_value_t = 512)]
     pub(super) teacher_rows: usize,
+    /// Time each product alone too (CUDA).
+    #[arg(long)]
+    pub(super) shapes: bool,
     /// Make gate and up of the MLP again in the backward pass.
     #[arg(long)]
     pub(super) recompute: bool,
@@ -175,7 +178,7 @@ fn run_cpu(args: &BenchArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
         let output = ttt_step(&draft, &target, &batch, &args.options())?;
         loss = output.metrics().loss(args.options().step_decay);
         let middle = start.elapsed().as_secs_f64();
-        let mut gradients = output.loss.backward();
+        let mut gradients = output.backward();
         let gradients = draft.gradients(&mut gradients);
         let end = start.elapsed().as_secs_f64();
         drop(gradients);

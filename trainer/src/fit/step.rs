@@ -182,7 +182,7 @@ where
             let tracked = Eagle3Draft::<B>::tracked(&self.draft);
             let mut output = ttt_step(&tracked, &session.frozen, &batch, &options)?;
             // The backward pass goes to the device before the host waits for the loss.
-            let mut back = output.loss.backward();
+            let mut back = output.backward();
             output.fetch();
             let mut sums = output.metrics();
             sums.step_divisor.clone_from(&divisors);

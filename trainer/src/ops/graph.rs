@@ -479,6 +479,10 @@ impl<B: DraftGradients, C: CheckpointStrategy> DraftOps for Autodiff<B, C> {
         B::teacher_top(bare(&states), &bare_head(head), states_at_once)
     }
 
+    fn on_device<R: Send + 'static>(device: &Self::Device, task: impl FnOnce() -> R + Send) -> R {
+        B::on_device(device, task)
+    }
+
     fn memory(device: &Self::Device) -> Option<u64> {
         B::memory(device)
     }

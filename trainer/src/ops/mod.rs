@@ -297,6 +297,12 @@ pub trait DraftOps: Backend {
         plain::square_sums(gradients)
     }
 
+    /// Runs `task` where calls of the device's runtime cost least. It must not wait for another
+    /// thread that uses the device.
+    fn on_device<R: Send + 'static>(_: &Self::Device, task: impl FnOnce() -> R + Send) -> R {
+        task()
+    }
+
     /// Bytes of the device's own memory, if it has any.
     fn memory(_device: &Self::Device) -> Option<u64> {
         None

@@ -163,6 +163,10 @@ impl DraftOps for Cuda {
         optimizer::square_sums(gradients)
     }
 
+    fn on_device<R: Send + 'static>(device: &Self::Device, task: impl FnOnce() -> R + Send) -> R {
+        engine::on_runtime(device, task)
+    }
+
     fn memory(device: &Self::Device) -> Option<u64> {
         settle(device).ok().map(|[_, all]| all as u64)
     }

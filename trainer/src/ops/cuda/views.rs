@@ -17,6 +17,9 @@ pub(super) type T<const D: usize> = Tensor<Cuda, D>;
 /// An integer tensor of the backend, i32.
 pub(super) type Ids = Tensor<Cuda, 1, Int>;
 
+/// Bytes that the size of a large tensor's memory is a multiple of.
+const GRAIN: usize = 2 << 20;
+
 type Raw = CubeTensor<CudaRuntime>;
 
 fn fault(message: String) {
@@ -149,7 +152,9 @@ pub(super) fn empty<const D: usize>(
 ) -> T<D> {
     let client = CudaRuntime::client(device);
     let bytes = shape.iter().product::<usize>().max(1) * dtype.size();
-    let handle = client.empty(bytes);
+    // Rows of steps differ by a few; in whole grains one step's memory serves the next.
+    let grain = if bytes < 8 * GRAIN { 1 } else { GRAIN };
+    let handle = client.empty(bytes.next_multiple_of(grain));
     tensor(CubeTensor::new_contiguous(client, device.clone(), Shape::from(shape), handle, dtype))
 }
 
