@@ -193,6 +193,19 @@ pub enum Compute {
     Bf16,
 }
 
+/// What the backward pass finds of the forward pass.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ActivationPolicy {
+    /// Keep where that fits the device, by the printed plan.
+    #[default]
+    Auto,
+    /// Everything that takes a product to make.
+    Keep,
+    /// Gate and up of the MLP are made again: a ninth more products.
+    Recompute,
+}
+
 /// Settings of the optimisation.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -247,6 +260,8 @@ pub struct TrainSection {
     pub ema: f64,
     /// Type of states and products.
     pub compute: Compute,
+    /// What the backward pass finds of the forward pass.
+    pub activations: ActivationPolicy,
 }
 
 impl Default for TrainSection {
@@ -276,6 +291,7 @@ impl Default for TrainSection {
             accumulate: 1,
             ema: 0.0,
             compute: Compute::Auto,
+            activations: ActivationPolicy::Auto,
         }
     }
 }

@@ -36,7 +36,7 @@ impl ExchangeError {
 /// Exchange of matrices without gaps, all processes in the same order.
 pub trait ExchangeOps: Backend {
     /// Connection of this process's device with those of the others.
-    type Group: Clone + Debug;
+    type Group: Clone + Debug + Send + Sync;
 
     /// Connects; returns when all processes are there.
     fn join(world: &World, device: &Self::Device) -> Result<Self::Group, ExchangeError>;

@@ -1,7 +1,7 @@
 //! AdamW over named parameters, with global-norm clipping. Knows no model and no schedule.
 
-use burn::tensor::FloatDType;
 use burn::tensor::backend::Backend;
+use burn::tensor::{FloatDType, Tensor};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
@@ -92,8 +92,12 @@ impl<B: DraftOps + ExchangeOps> AdamW<B> {
     /// Zero moments for the parameters of a draft.
     pub fn new(config: AdamWConfig, draft: &Eagle3Draft<B>) -> Self {
         let zeros = |(name, param): (String, Param<B>)| (name, param.zeros_like());
-        let first: Named<B> = draft.parameters().into_iter().map(zeros).collect();
-        Self::from_moments(config, 0, first.clone(), first)
+        let moments = |draft: &Eagle3Draft<B>| -> Named<B> {
+            draft.parameters().into_iter().map(zeros).collect()
+        };
+        let [first, second] =
+            [(); 2].map(|()| B::memory_persistent_allocations(&draft.device(), draft, moments));
+        Self::from_moments(config, 0, first, second)
     }
 
     /// Continues from stored moments, in the order of the parameters.
@@ -121,7 +125,8 @@ impl<B: DraftOps + ExchangeOps> AdamW<B> {
         if dtype == FloatDType::F32 {
             return (self, draft);
         }
-        let copy = draft.with_dtype(dtype);
+        let copy = |draft: &Eagle3Draft<B>| draft.with_dtype(dtype);
+        let copy = B::memory_persistent_allocations(&draft.device(), &draft, copy);
         (Self { masters: Some(draft.parameters()), ..self }, copy)
     }
 
@@ -174,16 +179,25 @@ impl<B: DraftOps + ExchangeOps> AdamW<B> {
         Ok((whole(&self.first, draft, shards)?, whole(&self.second, draft, shards)?))
     }
 
-    /// Sums the gradients over all processes, clips them to the global norm, updates the moments
-    /// and returns the updated draft and the norm before clipping. Refuses gradients that are not
-    /// finite, changing nothing.
+    /// Sums the gradients over all processes, clips them to the global norm, updates moments and
+    /// draft and returns the norm before clipping. In place where nobody else holds the memory.
+    /// Refuses gradients that are not finite, changing nothing.
     pub fn update(
         &mut self,
-        draft: &Eagle3Draft<B>,
+        draft: &mut Eagle3Draft<B>,
         gradients: Named<B>,
         (rate, shards): (f64, &Shards<B>),
-    ) -> Result<(Eagle3Draft<B>, f64), GradientError> {
+    ) -> Result<f64, GradientError> {
         check_order(draft, &gradients)?;
+        B::on_device(&draft.device(), || self.checked_update(draft, gradients, (rate, shards)))
+    }
+
+    fn checked_update(
+        &mut self,
+        draft: &mut Eagle3Draft<B>,
+        gradients: Named<B>,
+        (rate, shards): (f64, &Shards<B>),
+    ) -> Result<f64, GradientError> {
         let shapes: Vec<Vec<usize>> = gradients.iter().map(|(_, g)| g.shape()).collect();
         let gradients = self.sum(gradients, shards)?;
         let norm = self.global_norm(&gradients, (&shapes, shards))?;
@@ -191,36 +205,45 @@ impl<B: DraftOps + ExchangeOps> AdamW<B> {
         let scale = if clip > 0.0 && norm > clip { clip / norm } else { 1.0 };
         self.step += 1;
         let step = Step { config: self.config, rate, scale, count: self.step };
+        let device = draft.device();
         let (first, second) = (std::mem::take(&mut self.first), std::mem::take(&mut self.second));
         let mut masters = self.masters.take().map(Vec::into_iter);
         let mut kept = masters.is_some().then(Vec::new);
         let mut state = gradients.into_iter().zip(first.into_iter().zip(second));
-        let mut updated = Vec::with_capacity(shapes.len());
-        for ((name, param), shape) in draft.parameters().into_iter().zip(&shapes) {
-            let Some(((_, gradient), ((_, first), (_, second)))) = state.next() else {
+        let (mut shapes, mut failed) = (shapes.into_iter(), None);
+        draft.replace_each(|name, param| {
+            let (Some(((_, gradient), ((_, first), (_, second)))), Some(shape)) =
+                (state.next(), shapes.next())
+            else {
                 unreachable!("check_order compared the parameters one by one");
             };
             let master = masters.as_mut().and_then(Iterator::next).map(|(_, master)| master);
             let done = match gradient {
                 Some(gradient) => {
                     let parts = Parts { param: shards.own(param), master, first, second };
-                    let done = step.apply(parts, gradient);
-                    Parts { param: shards.whole(done.param, shape)?, ..done }
+                    step.apply(parts, gradient)
                 }
                 None => Parts { param, master, first, second },
             };
-            self.first.push((name.clone(), done.first));
-            self.second.push((name.clone(), done.second));
+            self.first.push((name.to_owned(), done.first));
+            self.second.push((name.to_owned(), done.second));
             if let (Some(kept), Some(master)) = (&mut kept, done.master) {
-                kept.push((name, master));
+                kept.push((name.to_owned(), master));
             }
-            updated.push(done.param);
-        }
+            if self.frozen == Some(name) {
+                return done.param;
+            }
+            shards.whole(done.param, &shape).unwrap_or_else(|error| {
+                failed.get_or_insert(error);
+                Param::Vector(Tensor::empty([1], &device))
+            })
+        });
         self.masters = kept;
-        let mut updated = updated.into_iter();
-        let updated = draft.map(|_, old| updated.next().unwrap_or(old));
-        self.follow(&updated, shards);
-        Ok((updated, norm))
+        if let Some(error) = failed {
+            return Err(error.into());
+        }
+        self.follow(draft, shards);
+        Ok(norm)
     }
 
     /// This process's parts of the sums; `None` for what is frozen.

@@ -17,10 +17,35 @@ pub const NCCL_ID_BYTES: usize = 128;
 #[derive(Clone, Copy)]
 pub struct NcclId(sys::ncclUniqueId);
 
-/// One rank's end of a group of GPUs.
+/// One rank's end of a group of GPUs. It is not closed when dropped: NCCL waits for the other ranks
+/// then, and the end of the process closes it as well.
 pub struct Communicator {
     comm: Mutex<Option<Comm>>,
     ranks: usize,
+}
+
+/// Values to send to another rank, or to receive from it.
+#[derive(Clone, Copy, Debug)]
+pub struct Message {
+    /// Which of both.
+    pub way: Way,
+    /// Address of the first value; the values have no gaps.
+    pub address: u64,
+    /// Number of values.
+    pub len: usize,
+    /// Their type.
+    pub dtype: Dtype,
+    /// The other rank.
+    pub peer: usize,
+}
+
+/// Which way a message goes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Way {
+    /// To the other rank.
+    Send,
+    /// From it.
+    Receive,
 }
 
 struct Comm(sys::ncclComm_t);
@@ -119,6 +144,34 @@ impl Communicator {
         })
     }
 
+    /// Sends and receives between ranks, all at once; every message has its counterpart on the
+    /// other rank. Messages without values are left out.
+    pub fn exchange(&self, messages: &[Message], stream: &CudaStream) -> Result<(), CudaError> {
+        self.call("ncclSend and ncclRecv", |comm| {
+            result::group_start()?;
+            let started =
+                messages.iter().filter(|message| message.len > 0).try_for_each(|message| {
+                    let Message { way, address, len, dtype, peer } = *message;
+                    let (kind, peer, stream) = (data_type(dtype), peer as i32, raw(stream));
+                    // SAFETY: the address has `len` values of this type until the stream has passed.
+                    let started = unsafe {
+                        match way {
+                            Way::Send => {
+                                result::send(address as *const _, len, kind, peer, comm, stream)
+                            }
+                            Way::Receive => {
+                                result::recv(address as *mut _, len, kind, peer, comm, stream)
+                            }
+                        }
+                    };
+                    started.map(drop)
+                });
+            // The group is closed in any case.
+            let ended = result::group_end();
+            started.and(ended)
+        })
+    }
+
     /// Gives up the work under way; later calls are refused.
     pub fn abort(&self) {
         let Ok(mut comm) = self.comm.try_lock() else {
@@ -152,15 +205,6 @@ impl Communicator {
             format!("parts {own:?} of {} ranks for {all:?}", self.ranks)
         })?;
         Ok(own_count)
-    }
-}
-
-impl Drop for Communicator {
-    fn drop(&mut self) {
-        if let Some(Comm(comm)) = lock(&self.comm).take() {
-            // SAFETY: the last user is gone. A failure has nobody left to tell.
-            let _ = unsafe { result::comm_destroy(comm) };
-        }
     }
 }
 

@@ -120,11 +120,9 @@ where
 
     fn fresh(session: &Session<B>, shards: Shards<B::InnerBackend>) -> Result<Self, FitError> {
         let config = &session.config;
-        let mut draft = Eagle3Draft::<B::InnerBackend>::init(
-            session.draft.clone(),
-            config.train.seed,
-            &session.device,
-        )?;
+        let device = &session.device;
+        let init = |sizes| Eagle3Draft::<B::InnerBackend>::init(sizes, config.train.seed, device);
+        let mut draft = B::memory_persistent_allocations(device, session.draft.clone(), init)?;
         if config.draft.lm_head_init == LmHeadInit::Target {
             draft = draft.with_lm_head(session.draft_rows_of_lm_head().cast(FloatDType::F32))?;
         }
@@ -246,7 +244,7 @@ where
             let tracked = Eagle3Draft::<B>::tracked(&self.draft);
             let mut output = ttt_step(&tracked, &session.frozen, &batch, options)?;
             // The backward pass goes to the device before the host waits for the loss.
-            let mut back = output.loss.backward();
+            let mut back = output.backward();
             output.fetch();
             let mut sums = output.metrics();
             sums.step_divisor = options.divisors.clone().unwrap_or_default();
@@ -290,11 +288,10 @@ where
         let gradients =
             gradients.unwrap_or_else(|| self.draft.parameters().into_iter().map(zeros).collect());
         let step = (rate, &self.shards);
-        let (draft, norm) = self.optimizer.update(&self.draft, gradients, step)?;
+        let norm = self.optimizer.update(&mut self.draft, gradients, step)?;
         if let Some(fault) = B::InnerBackend::fault(&session.device) {
             return Err(TttError::from(fault).into());
         }
-        self.draft = draft;
         self.step += 1;
         self.acceptance_length = None;
         Ok((rate, norm))

@@ -1,15 +1,16 @@
-//! Sums across GPUs of one process: one communicator a rank, streams of their own, and the end of
-//! the whole group. Knows nothing of models.
+//! Exchange of rows between GPUs of one process: one communicator a rank, and the end of the whole
+//! group. Knows nothing of models.
 
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
-use kernels::cuda::cudarc::driver::{CudaEvent, CudaStream};
-use kernels::cuda::{Communicator, CudaError, DeviceMatrix, NcclId};
+use kernels::cuda::cudarc::driver::CudaStream;
+use kernels::cuda::{Communicator, CudaError, Message, NcclId, Way, copy_on_device};
 
 use super::buffer::CudaBuffer;
 use super::device::driver;
-use crate::target::collective::Collective;
+use crate::target::collective::{Collective, Table, share};
 use crate::target::error::TargetError;
 
 /// What all ranks of a group share.
@@ -24,13 +25,8 @@ pub(super) struct NcclGroup {
 pub(super) struct NcclRank {
     group: Arc<NcclGroup>,
     rank: usize,
-    /// Where values are computed and read.
-    compute: Arc<CudaStream>,
-    /// Where they are summed.
+    /// Where rows cross the ranks, in the order of what is done with them.
     stream: Arc<CudaStream>,
-    /// Of each half: the values are there; the sum is.
-    computed: [CudaEvent; 2],
-    summed: [CudaEvent; 2],
 }
 
 impl NcclGroup {
@@ -41,26 +37,19 @@ impl NcclGroup {
         Ok(Arc::new(Self { id, comms, ended: Mutex::new(None) }))
     }
 
-    /// Connects `rank`, whose GPU is current on this thread; returns when all ranks are there.
+    /// Connects `rank`, whose rows cross on `stream`; returns when all ranks are there.
     pub(super) fn connect(
         self: &Arc<Self>,
         rank: usize,
-        compute: &Arc<CudaStream>,
+        stream: Arc<CudaStream>,
     ) -> Result<NcclRank, TargetError> {
-        let context = compute.context();
-        let open = || {
-            context.bind_to_thread().map_err(driver("make the context current"))?;
-            let event = || context.new_event(None).map_err(driver("make an event"));
-            let stream = context.new_stream().map_err(driver("make a stream"))?;
-            Ok((stream, [event()?, event()?], [event()?, event()?]))
-        };
         let wrong = || refused(rank, "connect to NCCL");
-        let (stream, computed, summed) = open().map_err(wrong())?;
+        let bound = stream.context().bind_to_thread();
+        bound.map_err(driver("make the context current")).map_err(wrong())?;
         let comm = Communicator::connect(self.id, [rank, self.comms.len()]).map_err(wrong())?;
         // Every rank connects once.
         let _ = self.comms[rank].set(comm);
-        let (group, compute) = (Arc::clone(self), Arc::clone(compute));
-        Ok(NcclRank { group, rank, compute, stream, computed, summed })
+        Ok(NcclRank { group: Arc::clone(self), rank, stream })
     }
 
     /// Ends the group: work under way is given up, later work is refused with `reason`; the first
@@ -70,36 +59,42 @@ impl NcclGroup {
         self.comms.iter().filter_map(OnceLock::get).for_each(Communicator::abort);
     }
 
-    fn ended(&self) -> std::sync::MutexGuard<'_, Option<String>> {
+    fn ended(&self) -> MutexGuard<'_, Option<String>> {
         self.ended.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl NcclRank {
-    /// Runs one operation of NCCL on this rank's communicator.
-    fn call(
-        &self,
-        work: impl FnOnce(&Communicator) -> Result<(), CudaError>,
-    ) -> Result<(), TargetError> {
+    fn exchanging(&self) -> impl FnOnce(CudaError) -> TargetError + use<> {
+        let rank = self.rank;
+        move |source| TargetError::Cuda { rank, doing: "exchange rows with other ranks", source }
+    }
+
+    /// Starts messages to and from other ranks, all at once.
+    fn exchange(&self, messages: &[Message]) -> Result<(), TargetError> {
         if let Some(reason) = self.group.ended().clone() {
             return Err(TargetError::CollectiveEnded { reason });
         }
-        let comm = self.group.comms[self.rank].get();
-        comm.map_or(Ok(()), work).map_err(refused(self.rank, "sum across ranks"))
+        let Some(comm) = self.group.comms[self.rank].get() else { return Ok(()) };
+        comm.exchange(messages, &self.stream).map_err(refused(self.rank, "exchange rows"))
     }
 
-    /// Lets `to` wait for what `from` has been given.
-    fn order(
-        &self,
-        event: &CudaEvent,
-        from: Option<&CudaStream>,
-        to: Option<&CudaStream>,
-    ) -> Result<(), TargetError> {
-        let recorded = from.map_or(Ok(()), |stream| event.record(stream));
-        let ordered = recorded.and_then(|()| to.map_or(Ok(()), |stream| stream.wait(event)));
-        let wrong = refused(self.rank, "sum across ranks");
-        ordered.map_err(driver("order streams")).map_err(wrong)
+    fn others(&self) -> impl Iterator<Item = usize> {
+        let own = self.rank;
+        (0..self.group.comms.len()).filter(move |&rank| rank != own)
     }
+}
+
+/// Some rows of a buffer whose rows are `width` wide.
+fn message(
+    way: Way,
+    buffer: &CudaBuffer,
+    (rows, width): (Range<usize>, usize),
+    peer: usize,
+) -> Message {
+    let dtype = buffer.dtype();
+    let address = buffer.address() + (rows.start * width * dtype.size()) as u64;
+    Message { way, address, len: rows.len() * width, dtype, peer }
 }
 
 impl Collective<CudaBuffer> for NcclRank {
@@ -107,20 +102,62 @@ impl Collective<CudaBuffer> for NcclRank {
         self.group.comms.len()
     }
 
-    fn all_reduce(&mut self, values: &mut CudaBuffer) -> Result<(), TargetError> {
-        self.start(0, values)?;
-        self.finish(0)
+    fn rank(&self) -> usize {
+        self.rank
     }
 
-    fn start(&mut self, half: usize, values: &mut CudaBuffer) -> Result<(), TargetError> {
-        self.order(&self.computed[half], Some(&self.compute), Some(&self.stream))?;
-        let row = DeviceMatrix::packed(values.address(), [1, values.len()], values.dtype());
-        self.call(|comm| comm.all_reduce(&row, &self.stream))?;
-        self.order(&self.summed[half], Some(&self.stream), None)
+    fn scatter(
+        &mut self,
+        parts: &CudaBuffer,
+        received: &mut CudaBuffer,
+        [rows, width]: [usize; 2],
+    ) -> Result<(), TargetError> {
+        let ranks = self.group.comms.len();
+        let own = share(self.rank, ranks, rows).len();
+        received.set_len(ranks * own * width).map_err(self.exchanging())?;
+        let received = &*received;
+        let messages: Vec<Message> = self
+            .others()
+            .flat_map(|peer| {
+                let theirs = (share(peer, ranks, rows), width);
+                let ours = (peer * own..(peer + 1) * own, width);
+                [
+                    message(Way::Send, parts, theirs, peer),
+                    message(Way::Receive, received, ours, peer),
+                ]
+            })
+            .collect();
+        self.exchange(&messages)
     }
 
-    fn finish(&mut self, half: usize) -> Result<(), TargetError> {
-        self.order(&self.summed[half], None, Some(&self.compute))
+    fn gather(
+        &mut self,
+        tables: &mut [Table<'_, CudaBuffer>],
+        rows: usize,
+    ) -> Result<(), TargetError> {
+        let ranks = self.group.comms.len();
+        let own = share(self.rank, ranks, rows);
+        let mut messages = Vec::new();
+        for Table { own: mine, all, first, width } in tables {
+            let (first, width) = (*first, *width);
+            let size = width * mine.dtype().size();
+            let place = all.address() + ((first + own.start) * size) as u64;
+            all.set_len((first + rows) * width)
+                .and_then(|()| {
+                    copy_on_device(&self.stream, place, mine.address(), own.len() * size)
+                })
+                .map_err(self.exchanging())?;
+            let all = &**all;
+            messages.extend(self.others().flat_map(|peer| {
+                let theirs = share(peer, ranks, rows);
+                let theirs = (first + theirs.start..first + theirs.end, width);
+                [
+                    message(Way::Send, mine, (0..own.len(), width), peer),
+                    message(Way::Receive, all, theirs, peer),
+                ]
+            }));
+        }
+        self.exchange(&messages)
     }
 
     fn set_deadline(&mut self, _deadline: Instant) {
