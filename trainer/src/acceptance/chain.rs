@@ -12,8 +12,8 @@ use crate::dataset::{DatasetError, ManifestDataset};
 use crate::draft::Eagle3Draft;
 use crate::live::LiveCounts;
 use crate::masks::{MaskMode, RowPlan, row_masks};
-use crate::ops::DraftOps;
-use crate::plan::plan_batch;
+use crate::ops::{Activations, DraftOps};
+use crate::plan::{plan_batch, positions};
 
 /// Rounds that decoding the recorded answers would take, for each number of drafted tokens in
 /// `lengths`. The first token of an answer comes from the prompt's forward; from then on a round
@@ -60,8 +60,10 @@ fn right_tokens<B: DraftOps>(
     if rows.need.first().is_none_or(Vec::is_empty) {
         return right;
     }
-    let plan = plan_batch(tokens, rows, draft.config().attention_scale(), &draft.device());
-    let passed = draft.unroll(&frozen.embed_tokens, aux, &plan);
+    let config = draft.config();
+    let table = frozen.rotary.table(config, positions(tokens, rows), &draft.device());
+    let plan = plan_batch(tokens, rows, config.attention_scale(), table);
+    let passed = draft.unroll(&frozen.embed_tokens, aux, &plan, Activations::Keep);
     let targets = frozen.vocabulary().draft_to_target();
     for (step, (need, normed)) in rows.need.iter().zip(passed.normed).enumerate() {
         let top: Tensor<B, 2, Int> = B::project(normed, draft.lm_head.clone()).argmax(1);

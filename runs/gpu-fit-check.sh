@@ -1,0 +1,96 @@
+#!/usr/bin/env bash
+# Trains on the bundled model's states on the CPU and on GPUs, compares the loss curves, continues a
+# run bit for bit, and with two GPUs trains data-parallel. Prints a short table last.
+#
+#   runs/gpu-fit-check.sh FOLDER
+#
+# FOLDER holds the binaries `extractor` and `trainer`. Logs go to $AERIE_LOGS, or to a new folder under
+# /tmp. Exit code: 0 if everything passed.
+set -uo pipefail
+
+bin=$(cd "${1:?a folder with the binaries}" && pwd) || exit 78
+cd "$(dirname "$0")/.." || exit 70
+logs=${AERIE_LOGS:-$(mktemp -d /tmp/aerie-gpu-fit.XXXXXX)}
+. runs/steps.sh
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+for dtype in bf16 fp8; do
+    step "extract $dtype" 60 'tokens in' "$bin/extractor" run --model models/nano-kimi --device cuda \
+        --prompts data/prompts.jsonl --max-tokens 1024 --dtype $dtype --dataset "$work/data-$dtype"
+done
+
+fit=(--held-out 0.1 --max-tokens 2048 --draft-vocab-size 2048 --ttt-steps 4 --lr 2e-3 --epochs 20
+    --max-steps 200 --checkpoint-every 100 --keep-last 9 --eval-every 100)
+# train NAME DTYPE FLAGS...
+train() {
+    local name=$1 dtype=$2
+    shift 2
+    step "fit $name" 240 'acceptance length' "$bin/trainer" fit "${fit[@]}" \
+        --dataset "$work/data-$dtype" --run-dir "$work/$name" "$@"
+}
+# The largest relative difference of two runs' losses has to be below a tolerance.
+compare() {
+    local name=$1 other=$2 tolerance=$3
+    losses() { grep -o '"train/loss":[0-9.e-]*' "$work/$1/metrics.jsonl" | cut -d: -f2; }
+    step "losses of $name and $other" 10 worst awk -v tolerance="$tolerance" '
+        { d = ($1 - $2) / $2; d = d < 0 ? -d : d; if (d > worst) worst = d; n++ }
+        END { print "worst difference " worst " of " n " steps"; exit !(n == 200 && worst < tolerance) }
+    ' <(paste <(losses "$name") <(losses "$other"))
+}
+
+train cpu bf16
+train cuda-f32 bf16 --device cuda --compute f32
+train cuda-bf16 bf16 --device cuda
+train cpu-fp8 fp8
+train cuda-fp8 fp8 --device cuda --compute f32
+compare cuda-f32 cpu 0.01
+compare cuda-bf16 cpu 0.01
+compare cuda-fp8 cpu-fp8 0.01
+for name in noise norms lk; do
+    flags=$([ $name = lk ] && echo --loss lk --ema 0.99 || echo)
+    [ $name = noise ] && flags="--noise 0.05 --noise-kind normal"
+    [ $name = norms ] && flags="--fc-norm --norm-output"
+    train $name bf16 --device cuda $flags
+done
+
+# continued NAME: the run from its middle on, again; every byte has to be the same.
+continued() {
+    mkdir -p "$work/again-$1/checkpoints"
+    cp -r "$work/$1/checkpoints/step-00000100" "$work/again-$1/checkpoints/"
+    cp "$work/$1/metrics.jsonl" "$work/again-$1/"
+    step "continue $1" 120 'acceptance length' "$bin/trainer" fit --resume "$work/again-$1" --device cuda
+    for file in weights optimizer; do
+        step "$1 $file bit for bit" 10 nothing cmp "$work/$1/checkpoints/step-00000200/$file.safetensors" \
+            "$work/again-$1/checkpoints/step-00000200/$file.safetensors"
+    done
+}
+continued cuda-bf16
+continued lk
+continued noise
+
+# world SIZE NAME FLAGS...: one process a GPU, as torchrun starts them.
+world() {
+    local size=$1 name=$2 rank pids=()
+    shift 2
+    for ((rank = 1; rank < size; rank++)); do
+        RANK=$rank WORLD_SIZE=$size LOCAL_RANK=$rank MASTER_ADDR=127.0.0.1 MASTER_PORT=29517 timeout 240 \
+            "$bin/trainer" fit "${fit[@]}" --dataset "$work/data-bf16" --run-dir "$work/$name" --device cuda "$@" \
+            >"$logs/$name-rank-$rank.log" 2>&1 &
+        pids+=($!)
+    done
+    RANK=0 WORLD_SIZE=$size LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29517 train "$name" bf16 --device cuda "$@"
+    for pid in "${pids[@]}"; do wait "$pid" || { failed=1; tail -3 "$logs/$name-rank-"*.log; }; done
+}
+if [ "$gpus" -ge 2 ]; then
+    fit+=(--accumulate 2)
+    train one-f32 bf16 --device cuda --compute f32
+    world 2 two-f32 --compute f32
+    compare two-f32 one-f32 0.001
+    train one-bf16 bf16 --device cuda
+    world 2 two-bf16
+    compare two-bf16 one-bf16 0.01
+fi
+
+finish
+exit $failed
