@@ -2,13 +2,14 @@
 # Trains on the bundled model's states on the CPU and on GPUs, compares the loss curves, continues a
 # run bit for bit, and with two GPUs trains data-parallel. Prints a short table last.
 #
-#   runs/gpu-fit-check.sh FOLDER
+#   runs/gpu-fit-check.sh FOLDER [one|several]
 #
-# FOLDER holds the binaries `extractor` and `trainer`. Logs go to $AERIE_LOGS, or to a new folder under
+# `one` leaves out what needs several GPUs, `several` what needs one. FOLDER holds the binaries `extractor` and `trainer`. Logs go to $AERIE_LOGS, or to a new folder under
 # /tmp. Exit code: 0 if everything passed.
 set -uo pipefail
 
 bin=$(cd "${1:?a folder with the binaries}" && pwd) || exit 78
+part=${2:-all}
 cd "$(dirname "$0")/.." || exit 70
 logs=${AERIE_LOGS:-$(mktemp -d /tmp/aerie-gpu-fit.XXXXXX)}
 . runs/steps.sh
@@ -39,21 +40,6 @@ compare() {
     ' <(paste <(losses "$name") <(losses "$other"))
 }
 
-train cpu bf16
-train cuda-f32 bf16 --device cuda --compute f32
-train cuda-bf16 bf16 --device cuda
-train cpu-fp8 fp8
-train cuda-fp8 fp8 --device cuda --compute f32
-compare cuda-f32 cpu 0.01
-compare cuda-bf16 cpu 0.01
-compare cuda-fp8 cpu-fp8 0.01
-for name in noise norms lk; do
-    flags=$([ $name = lk ] && echo --loss lk --ema 0.99 || echo)
-    [ $name = noise ] && flags="--noise 0.05 --noise-kind normal"
-    [ $name = norms ] && flags="--fc-norm --norm-output"
-    train $name bf16 --device cuda $flags
-done
-
 # continued NAME: the run from its middle on, again; every byte has to be the same.
 continued() {
     mkdir -p "$work/again-$1/checkpoints"
@@ -65,9 +51,23 @@ continued() {
             "$work/again-$1/checkpoints/step-00000200/$file.safetensors"
     done
 }
-continued cuda-bf16
-continued lk
-continued noise
+if [ "$part" != several ]; then
+    train cpu bf16
+    train cuda-f32 bf16 --device cuda --compute f32
+    train cuda-bf16 bf16 --device cuda
+    train cpu-fp8 fp8
+    train cuda-fp8 fp8 --device cuda --compute f32
+    compare cuda-f32 cpu 0.01
+    compare cuda-bf16 cpu 0.01
+    compare cuda-fp8 cpu-fp8 0.01
+    for name in noise norms lk; do
+        flags=$([ $name = lk ] && echo --loss lk --ema 0.99 || echo)
+        [ $name = noise ] && flags="--noise 0.05 --noise-kind normal"
+        [ $name = norms ] && flags="--fc-norm --norm-output"
+        train $name bf16 --device cuda $flags
+    done
+    for name in cuda-bf16 lk noise; do continued $name; done
+fi
 
 # world SIZE NAME FLAGS...: one process a GPU, as torchrun starts them.
 world() {
@@ -82,7 +82,7 @@ world() {
     RANK=0 WORLD_SIZE=$size LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29517 train "$name" bf16 --device cuda "$@"
     for pid in "${pids[@]}"; do wait "$pid" || { failed=1; tail -3 "$logs/$name-rank-"*.log; }; done
 }
-if [ "$gpus" -ge 2 ]; then
+if [ "$gpus" -ge 2 ] && [ "$part" != one ]; then
     fit+=(--accumulate 2)
     train one-f32 bf16 --device cuda --compute f32
     world 2 two-f32 --compute f32
