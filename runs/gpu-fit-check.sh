@@ -4,8 +4,9 @@
 #
 #   runs/gpu-fit-check.sh FOLDER [one|several]
 #
-# `one` leaves out what needs several GPUs, `several` what needs one. FOLDER holds the binaries `extractor` and `trainer`. Logs go to $AERIE_LOGS, or to a new folder under
-# /tmp. Exit code: 0 if everything passed.
+# `one` leaves out what needs several GPUs, `several` what needs one. FOLDER holds the binaries
+# `extractor` and `trainer`. Logs go to $AERIE_LOGS, or to a new folder under /tmp. Exit code: 0 if
+# everything passed.
 set -uo pipefail
 
 bin=$(cd "${1:?a folder with the binaries}" && pwd) || exit 78
