@@ -248,8 +248,8 @@ pub struct TrainSection {
     pub loss: Loss,
     /// How fast `lk` leaves the divergence as acceptance rises.
     pub lk_eta: f64,
-    /// Size of noise added to the aux states: half the width of `uniform`, the standard deviation of
-    /// `normal`; 0 adds none.
+    /// Size of noise added to the aux states: half the width of `uniform`, the standard deviation
+    /// of `normal`; 0 adds none.
     pub noise: f64,
     /// Its distribution.
     pub noise_kind: NoiseKind,

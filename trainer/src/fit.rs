@@ -60,8 +60,8 @@ pub struct FitReport {
 }
 
 /// Trains a draft as configured and keeps its checkpoints in the run directory. States and products
-/// are of type `dtype`, sums of the optimizer in f32. Every process of `world` calls this; the first
-/// one writes.
+/// are of type `dtype`, sums of the optimizer in f32. Every process of `world` calls this; the
+/// first one writes.
 pub fn run<B>(
     config: &FitConfig,
     (start, world): (Start, &World),

@@ -47,7 +47,7 @@ impl LoaderPlan {
         plan(&order, &lengths, self.max_tokens)
     }
 
-    /// Groups of `accumulate` batches over all epochs, at least one; a group never spans two epochs.
+    /// Groups of `accumulate` batches over all epochs, at least one; none spans two epochs.
     pub fn total_steps(&self, dataset: &ManifestDataset, accumulate: usize) -> u64 {
         let groups = |epoch| self.batches(dataset, epoch).len().div_ceil(accumulate) as u64;
         let whole: u64 = (0..self.epochs as u64).map(groups).sum();

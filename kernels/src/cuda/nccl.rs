@@ -153,7 +153,7 @@ impl Communicator {
                 messages.iter().filter(|message| message.len > 0).try_for_each(|message| {
                     let Message { way, address, len, dtype, peer } = *message;
                     let (kind, peer, stream) = (data_type(dtype), peer as i32, raw(stream));
-                    // SAFETY: the address has `len` values of this type until the stream has passed.
+                    // SAFETY: the address has `len` values of this type until then.
                     let started = unsafe {
                         match way {
                             Way::Send => {

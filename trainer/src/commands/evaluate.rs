@@ -121,7 +121,7 @@ impl Recorded {
         let aux = layers.get(..layers.len().saturating_sub(1)).unwrap_or_default();
         if aux != trained.aux_layers {
             bail!(
-                "the draft reads layers {:?}, the data set holds {aux:?}: record the draft's layers",
+                "the draft reads layers {:?}, the data set holds {aux:?}: record the draft's",
                 trained.aux_layers
             );
         }

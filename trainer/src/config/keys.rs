@@ -82,7 +82,7 @@ pub const KEYS: &[Key] = &[
     key("train", "warmup_steps", Number, "optimizer steps of warm-up"),
     key("train", "schedule", Text, "cosine, linear, constant or step"),
     key("train", "lr_floor", Number, "last learning rate as a fraction of the highest"),
-    key("train", "lr_milestones", List, "step: shares of the run after which the learning rate falls"),
+    key("train", "lr_milestones", List, "step: shares of the run after which the rate falls"),
     key("train", "lr_factor", Number, "step: the factor by which it falls"),
     key("train", "beta1", Number, "AdamW: decay of the first moment"),
     key("train", "beta2", Number, "AdamW: decay of the second moment"),
@@ -98,7 +98,7 @@ pub const KEYS: &[Key] = &[
     key("train", "noise", Number, "size of noise added to the aux states; 0 adds none"),
     key("train", "noise_kind", Text, "uniform (noise is half its width) or normal (its standard \
         deviation)"),
-    key("train", "accumulate", Number, "batches summed into one optimizer step, over all processes"),
+    key("train", "accumulate", Number, "batches of an optimizer step, over all processes"),
     key("train", "ema", Number, "decay of a moving average of the weights, which is evaluated and \
         exported then; 0 keeps none"),
     key("train", "compute", Text, "f32, bf16, or auto: f32 on the CPU and bf16 on CUDA"),
