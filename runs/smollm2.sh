@@ -14,12 +14,13 @@
 # WORK           a folder for data sets and runs: about 20 GB
 # SEEDS          how many seeds each variant is trained with; 2 by default
 #
-# From the environment: DEVICE (cuda), EPOCHS (3.6), VARIANTS (names below; all), FIT (more flags of
-# `trainer fit` for all variants), LIMIT (lines of CONVERSATIONS; all), LIVE (prompts decoded live; 5).
-# Everything runs without a network. Exit code: 0 if every step passed.
+# From the environment: DEVICE (cuda), EPOCHS (3.6), VARIANTS (names below; all), JOBS (drafts trained at
+# a time, which lowers the tokens/s of each; 1), FIT (more flags of `trainer fit` for all variants), LIMIT
+# (lines of CONVERSATIONS; all), LIVE (prompts decoded live with the best draft; 5). What is there already
+# is not done again. Everything runs without a network. Exit code: 0 if every step passed.
 set -euo pipefail
 
-[ $# -ge 5 ] || { sed -n '5,21p' "$0"; exit 2; }
+[ $# -ge 5 ] || { sed -n '5,23p' "$0"; exit 2; }
 bin=$(cd "$1" && pwd) model=$(cd "$2" && pwd) conversations=$(realpath "$3") evaluation=$(realpath "$4")
 mkdir -p "$5"
 work=$(cd "$5" && pwd)
@@ -29,13 +30,15 @@ sets=(mt_bench gsm8k humaneval)
 
 # The shape of the draft, and a schedule over the same number of passes for every variant.
 shape=(--draft-vocab-size 8192 --ttt-steps 7 --step-decay 0.8 --warmup-steps 50 --epochs "${EPOCHS:-3.6}"
-    --held-out 0.01 --verify never --prefetch 8 --checkpoint-every 100000 --eval-every 100000)
+    --max-tokens 4096 --lr 2e-3 --held-out 0.01 --verify never --prefetch 8 --checkpoint-every 100000
+    --eval-every 100000)
 variant() {
     case $1 in
-    base) echo --max-tokens 4096 --lr 1e-3 ;;
-    norms) echo --max-tokens 4096 --lr 1e-3 --fc-norm --norm-output ;;
-    lk) echo --max-tokens 4096 --lr 1e-3 --loss lk ;;
-    long) echo --max-tokens 4096 --lr 1e-3 --epochs 10 ;;
+    base) ;;
+    lk) echo --loss lk ;;
+    norms) echo --fc-norm --norm-output ;;
+    norms-lk) echo --fc-norm --norm-output --loss lk ;;
+    long) echo --fc-norm --norm-output --loss lk --epochs 10 ;;
     *) echo "unknown variant $1" >&2; return 2 ;;
     esac
 }
@@ -94,26 +97,37 @@ print("  " + " ".join("%.3f" % r for r in json.load(open(sys.argv[1]))["chains"]
     echo "$row $rates" | tee -a "$table"
 }
 
-for name in ${VARIANTS:-base norms lk long}; do
-    for seed in $(seq 1 "$seeds"); do
-        run=$work/run-$name-$seed
-        read -ra flags <<<"$(variant "$name")"
-        read -ra more <<<"${FIT:-}"
+train() {
+    local name=$1 seed=$2 run=$work/run-$1-$2 flags more
+    read -ra flags <<<"$(variant "$name")"
+    read -ra more <<<"${FIT:-}"
+    if [ ! -s "$run.json" ]; then
         echo "== $name, seed $seed: ${flags[*]} ${more[*]}"
         "$bin/trainer" fit --dataset "$work/train" --device "$device" --run-dir "$run" --seed "$seed" \
-            "${shape[@]}" "${flags[@]}" "${more[@]}" --json >"$run.json"
-        measure "$name" "$seed"
+            "${shape[@]}" "${flags[@]}" "${more[@]}" --json >"$run.json" 2>"$run.log" ||
+            { tail -3 "$run.log"; rm -f "$run.json"; return 1; }
+    fi
+    measure "$name" "$seed"
+}
+
+failed=0
+for name in ${VARIANTS:-base lk norms norms-lk long}; do
+    for seed in $(seq 1 "$seeds"); do
+        while [ "$(jobs -rp | wc -l)" -ge "${JOBS:-1}" ]; do wait -n || failed=1; done
+        train "$name" "$seed" &
     done
 done
+while [ -n "$(jobs -rp)" ]; do wait -n || failed=1; done
 
 if [ "${LIVE:-5}" -gt 0 ]; then
-    best=$work/run-$(tail -n +2 "$table" | sort -k6 -r | awk 'NR == 1 { print $1 "-" $2 }')
+    best=$work/run-$(tail -n +2 "$table" | sort -rk6 | awk 'NR == 1 { print $1 "-" $2 }')
     echo "== live: $best"
     "$bin/trainer" evaluate "$best" --live --model "$model" --prompts "$work/gsm8k.jsonl" \
         --limit "${LIVE:-5}" --max-new-tokens 96
-    "$bin/trainer" export "$best" "$work/export" --engine vllm
+    [ -d "$work/export" ] || "$bin/trainer" export "$best" "$work/export" --engine vllm
 fi
 
 echo
 echo "chain of 3 / chain of 7, bonus token included; asked for: 5 % above 1.792, 2.349, 1.847"
 cat "$table"
+exit $failed
