@@ -83,7 +83,17 @@ world() {
     RANK=0 WORLD_SIZE=$size LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29517 train "$name" bf16 --device cuda "$@"
     for pid in "${pids[@]}"; do wait "$pid" || { failed=1; tail -3 "$logs/$name-rank-"*.log; }; done
 }
+if [ "$part" != several ]; then
+    step "exchange of one" 60 sum "$bin/trainer" check --exchange --device cuda --compute bf16
+fi
 if [ "$gpus" -ge 2 ] && [ "$part" != one ]; then
+    for ((rank = 1; rank < gpus; rank++)); do
+        RANK=$rank WORLD_SIZE=$gpus LOCAL_RANK=$rank MASTER_ADDR=127.0.0.1 MASTER_PORT=29517 timeout 60 \
+            "$bin/trainer" check --exchange --device cuda --compute bf16 >"$logs/exchange-$rank.log" 2>&1 &
+    done
+    RANK=0 WORLD_SIZE=$gpus LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29517 \
+        step "exchange of $gpus" 60 gather "$bin/trainer" check --exchange --device cuda --compute bf16
+    wait
     fit+=(--accumulate 2)
     train one-f32 bf16 --device cuda --compute f32
     world 2 two-f32 --compute f32

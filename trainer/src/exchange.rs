@@ -5,10 +5,11 @@ use std::fmt::Debug;
 
 use burn::backend::Flex;
 use burn::tensor::backend::Backend;
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::{DType, FloatDType, Tensor, TensorData};
 use thiserror::Error;
 
 use crate::draft::Param;
+use crate::golden::Difference;
 use crate::ops::DeviceFault;
 use crate::world::{World, WorldError};
 
@@ -172,4 +173,35 @@ fn through<B: Backend>(
             Param::Vector(x.reshape([rows]))
         }
     })
+}
+
+/// Exchanges matrices whose sums are known and small enough to be exact in bf16; gives the largest
+/// difference of each exchange. All processes call it.
+pub fn compare<B: ExchangeOps>(
+    world: &World,
+    (device, dtype): (&B::Device, FloatDType),
+) -> Result<Vec<Difference>, ExchangeError> {
+    let group = B::join(world, device)?;
+    let (own, ranks) = (world.rank(), world.size());
+    let value = |rank: usize, at: usize| ((at * 7 + rank * 5) % 16) as f32;
+    let matrix = |shape: [usize; 2]| -> Tensor<B, 2> {
+        let values: Vec<f32> = (0..shape[0] * shape[1]).map(|at| value(own, at)).collect();
+        Tensor::from_data(TensorData::new(values, shape), (device, DType::F32)).cast(dtype)
+    };
+    let sum = |at: usize| (0..ranks).map(|rank| value(rank, at)).sum::<f32>();
+    let mut list = Vec::new();
+    let mut note = |name: String, got: Tensor<B, 2>, want: &dyn Fn(usize) -> f32| {
+        let values = got.into_data();
+        let differences = values.iter::<f32>().enumerate().map(|(at, x)| (x - want(at)).abs());
+        list.push(Difference { name, value: f64::from(differences.fold(0.0, f32::max)) });
+    };
+    for [rows, width] in [[1, 1], [3, 5], [7, 33], [64, 100], [2048, 512]] {
+        let name = |what: &str| format!("{what} [{rows}, {width}] of {ranks}");
+        note(name("sum"), B::sum(&group, matrix([rows, width]))?, &sum);
+        let part = B::sum_part(&group, matrix([ranks * rows, width]))?;
+        note(name("sum_part"), part, &|at| sum(own * rows * width + at));
+        let all = B::gather(&group, matrix([rows, width]))?;
+        note(name("gather"), all, &|at| value(at / (rows * width), at % (rows * width)));
+    }
+    Ok(list)
 }

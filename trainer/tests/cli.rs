@@ -124,3 +124,39 @@ fn a_device_that_is_not_there_has_an_exit_code_of_its_own() {
     let output = trainer(&["bench", "--compute", "bf16"]);
     assert_eq!(output.status.code(), Some(78));
 }
+
+#[test]
+fn a_half_set_environment_of_several_processes_is_refused() {
+    let output = Command::new(env!("CARGO_BIN_EXE_trainer"))
+        .args(["check", "--exchange"])
+        .env_clear()
+        .envs([("RANK", "0"), ("WORLD_SIZE", "2")])
+        .output()
+        .unwrap();
+    let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(78), "{errors}");
+    assert!(errors.contains("MASTER_ADDR, MASTER_PORT"), "{errors}");
+}
+
+#[test]
+fn processes_of_torchruns_environment_find_one_another() {
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let start = |rank: usize| {
+        Command::new(env!("CARGO_BIN_EXE_trainer"))
+            .args(["check", "--exchange"])
+            .env("RANK", rank.to_string())
+            .env("WORLD_SIZE", "2")
+            .env("MASTER_ADDR", "127.0.0.1")
+            .env("MASTER_PORT", port.to_string())
+            .stdout(std::process::Stdio::piped())
+            .spawn()
+            .unwrap()
+    };
+    let processes = [start(0), start(1)];
+    for (rank, process) in processes.into_iter().enumerate() {
+        let output = process.wait_with_output().unwrap();
+        let printed = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(output.status.success(), "{printed}");
+        assert!(printed.contains(&format!("rank {rank} of 2")), "{printed}");
+    }
+}

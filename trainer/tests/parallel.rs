@@ -12,6 +12,7 @@ use burn::tensor::FloatDType;
 use serde_json::Value;
 use trainer::checkpoint::{Checkpoint, Parts, RunDir};
 use trainer::config::FitConfig;
+use trainer::exchange;
 use trainer::fit::{self, FitError, FitReport, Start};
 use trainer::world::{Place, World, WorldError};
 
@@ -118,6 +119,26 @@ fn any_number_of_processes_trains_the_same_draft() {
             near("continued", &values(&ended.checkpoint), &values(&report.checkpoint), 2e-2);
         }
     }
+}
+
+#[test]
+fn sums_and_copies_are_those_of_all_processes() {
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    std::thread::scope(|scope| {
+        for rank in 0..3 {
+            scope.spawn(move || {
+                let master = ("127.0.0.1".to_owned(), port);
+                let place = Place { rank, size: 3, local_rank: rank, master };
+                let world = World::join(place, "same", nobody_is_lost).unwrap();
+                let place = (&Default::default(), FloatDType::F32);
+                let list = exchange::compare::<Flex>(&world, place).unwrap();
+                world.finish();
+                assert_eq!(list.len(), 15);
+                list.iter()
+                    .for_each(|difference| assert_eq!(difference.value, 0.0, "{difference:?}"));
+            });
+        }
+    });
 }
 
 #[test]

@@ -12,7 +12,6 @@ use trainer::cost::{ProductCost, products};
 use trainer::draft::AttentionConfig;
 use trainer::masks::{RowPlan, row_masks};
 use trainer::ops::Activations;
-use trainer::world::{Place as Seat, World};
 use trainer::{
     BatchTokens, DraftConfig, DraftVocabulary, Eagle3Draft, FrozenTarget, TargetWeights,
     TrainBatch, TttOptions, ttt_step,
@@ -147,20 +146,13 @@ impl BenchArgs {
 
 /// Prints times, rates and the share of the speed of a plain product.
 pub(crate) fn run(args: &BenchArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
-    let seat = Seat::from_env()?;
-    let local_rank = seat.as_ref().map_or(0, |seat| seat.local_rank);
-    match args.device.open(args.compute, local_rank)? {
-        (Place::Cpu, _) => run_cpu(args, out),
-        (Place::Cuda(device), dtype) => {
-            let world = match seat {
-                Some(seat) => World::join(seat, "bench", super::fit::end)?,
-                None => World::alone(),
-            };
-            let passed = super::bench_cuda::run(args, (&device, dtype, &world), out);
-            world.finish();
-            passed
-        }
-    }
+    let (place, dtype, world) = args.device.open_in_world(args.compute, "bench")?;
+    let passed = match place {
+        Place::Cpu => run_cpu(args, out),
+        Place::Cuda(device) => super::bench_cuda::run(args, (&device, dtype, &world), out),
+    };
+    world.finish();
+    passed
 }
 
 fn run_cpu(args: &BenchArgs, out: &mut dyn Write) -> anyhow::Result<bool> {

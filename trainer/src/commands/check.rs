@@ -9,6 +9,7 @@ use burn::backend::{Autodiff, Cuda, Flex};
 use burn::tensor::FloatDType;
 use trainer::config::Compute;
 use trainer::cosines;
+use trainer::exchange;
 use trainer::golden::{Difference, GoldenCase};
 use trainer::gradcheck;
 
@@ -18,7 +19,8 @@ use super::device::{DeviceArgs, Place, parse_compute};
 #[derive(clap::Args)]
 pub(crate) struct CheckArgs {
     /// Golden files (safetensors).
-    #[arg(long, required_unless_present_any = ["ops", "cosines"], num_args = 1.., value_name = "FILE")]
+    #[arg(long, required_unless_present_any = ["ops", "cosines", "exchange"], num_args = 1..,
+          value_name = "FILE")]
     golden: Vec<PathBuf>,
     /// Compare every operation of the device, and its gradients, with plain forms on the CPU.
     #[arg(long)]
@@ -27,6 +29,10 @@ pub(crate) struct CheckArgs {
     /// parameters.
     #[arg(long)]
     cosines: bool,
+    /// Compare sums and copies across the processes of torchrun's environment with what they have to
+    /// be.
+    #[arg(long)]
+    exchange: bool,
     /// Compute every row at every step instead of those the loss can see.
     #[arg(long)]
     dense: bool,
@@ -43,7 +49,10 @@ pub(crate) struct CheckArgs {
 
 /// Prints a line for each compared value; false when one is above the tolerance.
 pub(crate) fn run(args: &CheckArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
-    let (place, dtype) = args.device.open(args.compute, 0)?;
+    if args.exchange {
+        return exchange(args, out);
+    }
+    let (place, dtype) = args.device.open(args.compute)?;
     let exact = dtype == FloatDType::F32;
     let mut passed = true;
     for path in &args.golden {
@@ -75,6 +84,18 @@ pub(crate) fn run(args: &CheckArgs, out: &mut dyn Write) -> anyhow::Result<bool>
         passed &= print(&list?, args.tolerance.unwrap_or(1e-3), out)?;
     }
     Ok(passed)
+}
+
+fn exchange(args: &CheckArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
+    let (place, dtype, world) = args.device.open_in_world(args.compute, "check")?;
+    let list = match &place {
+        Place::Cpu => exchange::compare::<Flex>(&world, (&Default::default(), dtype)),
+        Place::Cuda(device) => exchange::compare::<Cuda>(&world, (device, dtype)),
+    };
+    let list = list?;
+    world.finish();
+    writeln!(out, "exchange, rank {} of {}", world.rank(), world.size())?;
+    Ok(print(&list, args.tolerance.unwrap_or(0.0), out)?)
 }
 
 fn print(list: &[Difference], tolerance: f64, out: &mut dyn Write) -> std::io::Result<bool> {

@@ -3,6 +3,7 @@
 use burn::backend::cuda::CudaDevice;
 use burn::tensor::FloatDType;
 use trainer::config::{Compute, ConfigError};
+use trainer::world::{Place as Seat, World, WorldError};
 
 /// A device.
 #[derive(Clone, Debug)]
@@ -35,14 +36,35 @@ fn parse(text: &str) -> Result<Asked, String> {
     }
 }
 
+/// Without one process the others would wait for ever, some of them inside a kernel.
+fn end(lost: &WorldError) {
+    tracing::error!("{lost}");
+    std::process::exit(lost.exit_code().into());
+}
+
 impl DeviceArgs {
     /// Opens the device and settles the type; what is missing is an error with exit code 69.
-    /// `local_rank` is the number of this process on its machine.
-    pub(crate) fn open(
+    pub(crate) fn open(&self, compute: Compute) -> anyhow::Result<(Place, FloatDType)> {
+        self.open_one(compute, 0)
+    }
+
+    /// The same in torchrun's environment: the GPU of this process, and all processes. `digest` is
+    /// the same text in those that belong together.
+    pub(crate) fn open_in_world(
         &self,
         compute: Compute,
-        local_rank: usize,
-    ) -> anyhow::Result<(Place, FloatDType)> {
+        digest: &str,
+    ) -> anyhow::Result<(Place, FloatDType, World)> {
+        let seat = Seat::from_env()?;
+        let (place, dtype) = self.open_one(compute, seat.as_ref().map_or(0, |s| s.local_rank))?;
+        let world = match seat {
+            Some(seat) => World::join(seat, digest, end)?,
+            None => World::alone(),
+        };
+        Ok((place, dtype, world))
+    }
+
+    fn open_one(&self, compute: Compute, local_rank: usize) -> anyhow::Result<(Place, FloatDType)> {
         match (self.device, compute) {
             (Asked::Cpu, Compute::Bf16) => Err(ConfigError::Value {
                 key: "train.compute".to_owned(),

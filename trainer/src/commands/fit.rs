@@ -6,7 +6,6 @@ use std::path::PathBuf;
 use burn::backend::{Autodiff, Cuda, Flex};
 use trainer::checkpoint::RunDir;
 use trainer::fit::{self, FitReport, Start};
-use trainer::world::{Place as Seat, World, WorldError};
 
 use super::device::{DeviceArgs, Place};
 use super::flags::ConfigFlags;
@@ -37,21 +36,12 @@ pub(crate) fn run(args: &FitArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
         config.checkpoint.run_dir.clone_from(run);
     }
     config.validate()?;
-    let place = Seat::from_env()?;
-    let local_rank = place.as_ref().map_or(0, |place| place.local_rank);
-    let opened = args.device.open(config.train.compute, local_rank)?;
-    let world = match place {
-        Some(place) => World::join(place, &config.to_toml(), end)?,
-        None => World::alone(),
-    };
+    let (place, dtype, world) =
+        args.device.open_in_world(config.train.compute, &config.to_toml())?;
     let start = (start, &world);
-    let report = match opened {
-        (Place::Cpu, dtype) => {
-            fit::run::<Autodiff<Flex>>(&config, start, (&Default::default(), dtype))?
-        }
-        (Place::Cuda(device), dtype) => {
-            fit::run::<Autodiff<Cuda>>(&config, start, (&device, dtype))?
-        }
+    let report = match place {
+        Place::Cpu => fit::run::<Autodiff<Flex>>(&config, start, (&Default::default(), dtype))?,
+        Place::Cuda(device) => fit::run::<Autodiff<Cuda>>(&config, start, (&device, dtype))?,
     };
     world.finish();
     if !world.is_first() {
@@ -63,12 +53,6 @@ pub(crate) fn run(args: &FitArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
         print(&report, out)?;
     }
     Ok(true)
-}
-
-/// Without one process the others would wait for ever, some of them inside a kernel.
-pub(super) fn end(lost: &WorldError) {
-    tracing::error!("{lost}");
-    std::process::exit(lost.exit_code().into());
 }
 
 fn print(report: &FitReport, out: &mut dyn Write) -> std::io::Result<()> {
