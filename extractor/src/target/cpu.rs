@@ -243,15 +243,15 @@ impl Ops for CpuOps {
 
     fn rms_norm(
         &mut self,
-        out: &mut Vec<f32>,
         x: &Vec<f32>,
-        weight: &Vec<f32>,
-        eps: f32,
+        Norm { out, first, weight, eps }: Norm<'_, Vec<f32>>,
     ) -> Result<(), TargetError> {
         let width = weight.len();
-        out.resize(x.len(), 0.0);
-        self.for_rows(out, width, |row, out| {
-            norm::rms_norm(out, &x[row * width..][..out.len()], weight, eps);
+        out.resize(first * width + x.len(), 0.0);
+        self.for_rows(&mut out[first * width..], width, |row, out| {
+            for (out, x) in out.chunks_exact_mut(width).zip(x[row * width..].chunks_exact(width)) {
+                norm::rms_norm(out, x, weight, eps);
+            }
         });
         Ok(())
     }
@@ -315,7 +315,7 @@ impl Ops for CpuOps {
         });
         match norm {
             None => Ok(()),
-            Some(Norm { out, weight, eps }) => self.rms_norm(out, x, weight, eps),
+            Some(norm) => self.rms_norm(x, norm),
         }
     }
 
@@ -375,22 +375,22 @@ impl Ops for CpuOps {
 
     fn split_latent(
         &mut self,
-        (latent, k_pe): (&mut Vec<f32>, &mut Vec<f32>),
+        Norm { out: latent, first, weight, eps }: Norm<'_, Vec<f32>>,
+        k_pe: &mut Vec<f32>,
         down: &Vec<f32>,
-        (weight, eps): (&Vec<f32>, f32),
         rope: usize,
     ) -> Result<(), TargetError> {
         let (width, whole) = (weight.len(), weight.len() + rope);
         let rows = down.len() / whole;
-        latent.resize(rows * width, 0.0);
-        k_pe.resize(rows * rope, 0.0);
-        self.for_rows(latent, width, |row, latent| {
+        latent.resize((first + rows) * width, 0.0);
+        k_pe.resize((first + rows) * rope, 0.0);
+        self.for_rows(&mut latent[first * width..], width, |row, latent| {
             for (out, down) in latent.chunks_exact_mut(width).zip(down[row * whole..].chunks(whole))
             {
                 norm::rms_norm(out, &down[..width], weight, eps);
             }
         });
-        self.for_rows(k_pe, rope, |row, k_pe| {
+        self.for_rows(&mut k_pe[first * rope..], rope, |row, k_pe| {
             for (out, down) in k_pe.chunks_exact_mut(rope).zip(down[row * whole..].chunks(whole)) {
                 out.copy_from_slice(&down[width..]);
             }

@@ -124,10 +124,8 @@ pub(super) trait Ops: Send {
     /// `out = weight * x / rms(x)` over rows as wide as `weight`.
     fn rms_norm(
         &mut self,
-        out: &mut Self::Buffer,
         x: &Self::Buffer,
-        weight: &Self::Buffer,
-        eps: f32,
+        norm: Norm<'_, Self::Buffer>,
     ) -> Result<(), TargetError>;
 
     /// `out = x weight^T`, or `out += x weight^T`; x is [rows, in].
@@ -190,12 +188,13 @@ pub(super) trait Ops: Send {
         head_dim: usize,
     ) -> Result<(), TargetError>;
 
-    /// Splits `down` [rows, latent + rope] into the normed latent, as wide as `weight`, and `k_pe`.
+    /// Splits `down` [rows, latent + rope] into the normed latent, as wide as the norm's weight,
+    /// and `k_pe`, which has its first row where the norm has it.
     fn split_latent(
         &mut self,
-        latent_k_pe: (&mut Self::Buffer, &mut Self::Buffer),
+        latent: Norm<'_, Self::Buffer>,
+        k_pe: &mut Self::Buffer,
         down: &Self::Buffer,
-        weight_eps: (&Self::Buffer, f32),
         rope: usize,
     ) -> Result<(), TargetError>;
 
@@ -292,8 +291,10 @@ pub(super) struct Parts<'a, B> {
 /// Where to write a norm, and by what.
 #[derive(Debug)]
 pub(super) struct Norm<'a, B> {
-    /// Written, [rows, width].
+    /// Written: rows from `first` on. It ends with the last of them.
     pub out: &'a mut B,
+    /// The first row written.
+    pub first: usize,
     /// One factor a column.
     pub weight: &'a B,
     /// Added to the mean square.

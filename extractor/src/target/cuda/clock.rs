@@ -44,6 +44,7 @@ impl EventClock {
         let mut times = StageTimes::default();
         for (stage, ends) in self.laps.iter().zip(self.events.windows(2)) {
             let milliseconds = ends[0].elapsed_ms(&ends[1]).map_err(driver("time a stage"))?;
+            tracing::trace!(target: "aerie::laps", ?stage, milliseconds);
             times.charge(*stage, Duration::from_secs_f64(f64::from(milliseconds) / 1e3));
         }
         Ok(times)

@@ -21,8 +21,8 @@ mod weights;
 use std::ops::Range;
 
 use kernels::cuda::{
-    DeviceBuffer, DeviceHeads, DeviceMatrix, DeviceVector, Dtype, LatentHeads, RankParts, RopeView,
-    RowNorm, copy_on_device, download, upload,
+    CudaError, DeviceBuffer, DeviceHeads, DeviceMatrix, DeviceVector, Dtype, LatentHeads,
+    RankParts, RopeView, RowNorm, copy_on_device, download, upload,
 };
 
 use self::buffer::{CudaBuffer, CudaLinear};
@@ -280,16 +280,10 @@ impl Ops for CudaOps {
         device.doing("embed", result)
     }
 
-    fn rms_norm(
-        &mut self,
-        out: &mut CudaBuffer,
-        x: &CudaBuffer,
-        weight: &CudaBuffer,
-        eps: f32,
-    ) -> Result<(), TargetError> {
-        let (device, width) = (&self.device, weight.len());
-        let result = out.set_len(x.len()).and_then(|()| {
-            device.launch().rms_norm(&out.rows(width), &x.rows(width), weight.floats(), eps)
+    fn rms_norm(&mut self, x: &CudaBuffer, norm: Norm<'_, CudaBuffer>) -> Result<(), TargetError> {
+        let (device, x) = (&self.device, x.rows(norm.weight.len()));
+        let result = row_norm(norm, x.rows).and_then(|RowNorm { out, weight, eps }| {
+            device.launch().rms_norm(&out, &x, weight, eps)
         });
         device.doing("norm", result)
     }
@@ -338,9 +332,8 @@ impl Ops for CudaOps {
         let launch = self.device.launch();
         let result = x.set_len(rows.len() * width).and_then(|()| match norm {
             None => launch.add_parts(&x.rows(*width), &views, None, fresh),
-            Some(Norm { out, weight, eps }) => {
-                out.set_len(rows.len() * width)?;
-                let norm = RowNorm { out: out.rows(*width), weight: weight.floats(), eps };
+            Some(norm) => {
+                let norm = row_norm(norm, rows.len())?;
                 launch.add_parts(&x.rows(*width), &views, Some(&norm), fresh)
             }
         });
@@ -407,21 +400,20 @@ impl Ops for CudaOps {
 
     fn split_latent(
         &mut self,
-        (latent, k_pe): (&mut CudaBuffer, &mut CudaBuffer),
+        latent: Norm<'_, CudaBuffer>,
+        k_pe: &mut CudaBuffer,
         down: &CudaBuffer,
-        (weight, eps): (&CudaBuffer, f32),
         rope: usize,
     ) -> Result<(), TargetError> {
-        let (width, device) = (weight.len(), &self.device);
+        let (width, first, device) = (latent.weight.len(), latent.first, &self.device);
         let down = down.rows(width + rope);
-        let result = latent
-            .set_len(down.rows * width)
-            .and_then(|()| k_pe.set_len(down.rows * rope))
-            .and_then(|()| {
-                let (plain, rotated) = (down.columns(0..width), down.columns(width..width + rope));
-                device.launch().rms_norm(&latent.rows(width), &plain, weight.floats(), eps)?;
-                device.launch().copy(&k_pe.rows(rope), &rotated)
-            });
+        let end = first + down.rows;
+        let result = k_pe.set_len(end * rope).and_then(|()| {
+            let RowNorm { out, weight, eps } = row_norm(latent, down.rows)?;
+            let (plain, rotated) = (down.columns(0..width), down.columns(width..width + rope));
+            device.launch().rms_norm(&out, &plain, weight, eps)?;
+            device.launch().copy(&k_pe.rows(rope).row_range(first..end), &rotated)
+        });
         device.doing("split the latent", result)
     }
 
@@ -535,6 +527,17 @@ impl Ops for CudaOps {
         let combined = work.combine(&self.device, &out, routing, rows);
         self.device.doing("sum the experts", combined)
     }
+}
+
+/// A norm of `rows` rows, where it is written.
+fn row_norm(
+    Norm { out, first, weight, eps }: Norm<'_, CudaBuffer>,
+    rows: usize,
+) -> Result<RowNorm, CudaError> {
+    let width = weight.len();
+    out.set_len((first + rows) * width)?;
+    let out = out.rows(width).row_range(first..first + rows);
+    Ok(RowNorm { out, weight: weight.floats(), eps })
 }
 
 /// All values in rows as wide as a launch takes well: functions of single values care for no
