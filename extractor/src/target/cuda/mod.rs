@@ -195,7 +195,7 @@ impl Ops for CudaOps {
         if let Some(last) = self.clock.last() {
             self.device.wait(DOING, last)?;
         }
-        self.device.doing(DOING, self.clock.times())
+        self.device.doing(DOING, self.clock.times(self.device.rank))
     }
 
     fn load_linear(
