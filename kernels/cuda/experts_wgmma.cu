@@ -1,7 +1,7 @@
-// Products of a layer's routed experts for Hopper (sm_90a): INT4 weights are decoded on the way into
-// the tensor cores and never lie in memory as bf16. A block computes 128 outputs of up to 256 rows,
-// transposed: the weights are the left operand, in registers, the rows the right one, in shared
-// memory. One warp copies, two warpgroups decode and multiply 64 outputs each. Twins:
+// Products of a layer's routed experts for Hopper (sm_90a): INT4 weights are decoded on the way
+// into the tensor cores and never lie in memory as bf16. A block computes 128 outputs of up to 256
+// rows, transposed: the weights are the left operand, in registers, the rows the right one, in
+// shared memory. One warp copies, two warpgroups decode and multiply 64 outputs each. Twins:
 // reference::experts. Empty for other architectures.
 //
 // Rows come in panels: [k / 64][rows][64], every 128 bytes swizzled as the tensor cores want them.
@@ -10,54 +10,31 @@
 #if __CUDA_ARCH__ == 900 && defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 struct ExpertArgs {
-    u64 out, x, codes, scales, offsets;
-    // Values from a row of `out` to the next; of panels: rows.
-    i64 out_stride;
+    // Without `sources` x is panels; with them, grouped row r is row sources[r] of x.
+    u64 out, x, codes, scales, offsets, sources;
+    // Values from a row to the next; of panels: rows.
+    i64 out_stride, x_stride;
     u32 x_rows, experts, m, k;
 };
 
 // Rows of an expert start at multiples of this.
 #define ALIGN 32
-// Bytes of codes and of scales of 64 outputs and 64 inputs.
+#define MAX_EXPERTS 512
+// Rows of a tile, at most.
+#define MOST_ROWS 256
+// A stage holds 64 inputs of the rows and of two blocks of 64 outputs.
+#define STAGES 6
+#define X_BYTES (MOST_ROWS * 128)
 #define CODE_BYTES 2048
 #define SCALE_BYTES 256
+#define STAGE_BYTES (X_BYTES + 2 * (CODE_BYTES + SCALE_BYTES))
+// One arrival a warp that multiplies.
 #define CONSUMER_WARPS 8
-#define MAX_EXPERTS 512
 
-__device__ __forceinline__ u32 shared_address(const void* p) {
-    return (u32)__cvta_generic_to_shared(p);
-}
-__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-// Arrives at the barrier at the same place of another block of the cluster.
-__device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 rank) {
-    asm volatile(
-        "{\n.reg .b32 remote;\n"
-        "mapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}\n" ::"r"(barrier),
-        "r"(rank)
-        : "memory");
-}
 // Arrives, and expects bytes of copies.
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
-}
-// Waits for the end of the phase of this parity.
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-    asm volatile(
-        "{\n.reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@done bra end;\n"
-        "bra again;\n"
-        "end:\n}\n" ::"r"(barrier),
-        "r"(parity)
-        : "memory");
 }
 // Starts to copy bytes, multiples of sixteen, that the barrier then counts.
 __device__ __forceinline__ void copy_bulk(u32 to, const u8* from, u32 bytes, u32 barrier) {
@@ -67,30 +44,6 @@ __device__ __forceinline__ void copy_bulk(u32 to, const u8* from, u32 bytes, u32
         "l"(from), "r"(bytes), "r"(barrier)
         : "memory");
 }
-// The same to the same places of both blocks of a cluster.
-__device__ __forceinline__ void copy_bulk_both(u32 to, const u8* from, u32 bytes, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1], %2, [%3], %4;" ::"r"(to),
-        "l"(from), "r"(bytes), "r"(barrier), "h"((u16)3)
-        : "memory");
-}
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile(
-        "barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void products_begin() {
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void products_commit() {
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-template <int PENDING>
-__device__ __forceinline__ void products_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
-
 // Matrix descriptor for the 128-byte swizzle: groups of eight 128-byte rows 1024 bytes apart.
 __device__ __forceinline__ u64 descriptor(u32 address) {
     return (u64)(address >> 4 & 0x3fff) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
@@ -104,49 +57,52 @@ __device__ __forceinline__ u64 descriptor(u32 address) {
 #define LIST3 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define LIST4 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
 #define LIST5 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define LIST6 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
-#define LIST7 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define LIST6 \
+    ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define LIST7                                                                                      \
+    ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, " \
+    "%127"
 // d += a b^T: a [64, 16] in registers, b [N, 16] in shared memory, k along rows.
-#define MAKE_MULTIPLY(N, LIST, A, ...)                                                      \
-    __device__ __forceinline__ void multiply(float (&d)[N / 2], const u32* a, u64 b) {  \
-        asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" LIST "}, " A    \
-                     ", 1, 1, 1, 0;"                                                      \
-                     : __VA_ARGS__                                                                \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));            \
+#define MAKE_MULTIPLY(N, LIST, A, ...)                                                         \
+    __device__ __forceinline__ void multiply(float (&d)[N / 2], const u32* a, u64 b) {         \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" LIST "}, " A \
+                     ", 1, 1, 1, 0;"                                                           \
+                     : __VA_ARGS__                                                             \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                    \
     }
-MAKE_MULTIPLY(32, LIST0, "{%16, %17, %18, %19}, %20", FLOATS16(0))
-MAKE_MULTIPLY(64, LIST0 LIST1, "{%32, %33, %34, %35}, %36", FLOATS16(0), FLOATS16(16))
-MAKE_MULTIPLY(96, LIST0 LIST1 LIST2, "{%48, %49, %50, %51}, %52", FLOATS16(0), FLOATS16(16), FLOATS16(32))
-MAKE_MULTIPLY(128, LIST0 LIST1 LIST2 LIST3, "{%64, %65, %66, %67}, %68", FLOATS16(0), FLOATS16(16), FLOATS16(32), FLOATS16(48))
-MAKE_MULTIPLY(160, LIST0 LIST1 LIST2 LIST3 LIST4, "{%80, %81, %82, %83}, %84", FLOATS16(0), FLOATS16(16), FLOATS16(32), FLOATS16(48), FLOATS16(64))
-MAKE_MULTIPLY(192, LIST0 LIST1 LIST2 LIST3 LIST4 LIST5, "{%96, %97, %98, %99}, %100", FLOATS16(0), FLOATS16(16), FLOATS16(32), FLOATS16(48), FLOATS16(64), FLOATS16(80))
-MAKE_MULTIPLY(224, LIST0 LIST1 LIST2 LIST3 LIST4 LIST5 LIST6, "{%112, %113, %114, %115}, %116", FLOATS16(0), FLOATS16(16), FLOATS16(32), FLOATS16(48), FLOATS16(64), FLOATS16(80), FLOATS16(96))
-MAKE_MULTIPLY(256, LIST0 LIST1 LIST2 LIST3 LIST4 LIST5 LIST6 LIST7, "{%128, %129, %130, %131}, %132", FLOATS16(0), FLOATS16(16), FLOATS16(32), FLOATS16(48), FLOATS16(64), FLOATS16(80), FLOATS16(96), FLOATS16(112))
+MAKE_MULTIPLY(128, LIST0 LIST1 LIST2 LIST3, "{%64, %65, %66, %67}, %68", FLOATS16(0), FLOATS16(16),
+              FLOATS16(32), FLOATS16(48))
+MAKE_MULTIPLY(192, LIST0 LIST1 LIST2 LIST3 LIST4 LIST5, "{%96, %97, %98, %99}, %100", FLOATS16(0),
+              FLOATS16(16), FLOATS16(32), FLOATS16(48), FLOATS16(64), FLOATS16(80))
+MAKE_MULTIPLY(224, LIST0 LIST1 LIST2 LIST3 LIST4 LIST5 LIST6, "{%112, %113, %114, %115}, %116",
+              FLOATS16(0), FLOATS16(16), FLOATS16(32), FLOATS16(48), FLOATS16(64), FLOATS16(80),
+              FLOATS16(96))
+MAKE_MULTIPLY(256, LIST0 LIST1 LIST2 LIST3 LIST4 LIST5 LIST6 LIST7,
+              "{%128, %129, %130, %131}, %132", FLOATS16(0), FLOATS16(16), FLOATS16(32),
+              FLOATS16(48), FLOATS16(64), FLOATS16(80), FLOATS16(96), FLOATS16(112))
 
-// Addresses of everything in shared memory. MB: blocks of 64 outputs of a warpgroup.
-template <int MB>
+// Addresses of everything in shared memory.
 struct Memory {
-    static constexpr u32 LIMIT = 256 / MB, STAGES = MB == 1 ? 6 : 8;
-    static constexpr u32 X = LIMIT * 128, CODES = 2 * MB * CODE_BYTES, SCALES = 2 * MB * SCALE_BYTES;
-    static constexpr u32 BYTES = STAGES * (X + CODES + SCALES + 16);
     u32 base;
-    __device__ u32 x(u32 stage) const { return base + stage * X; }
-    __device__ u32 codes(u32 stage) const { return base + STAGES * X + stage * CODES; }
+    __device__ u32 x(u32 stage) const { return base + stage * X_BYTES; }
+    __device__ u32 codes(u32 stage) const {
+        return base + STAGES * X_BYTES + stage * 2 * CODE_BYTES;
+    }
     __device__ u32 scales(u32 stage) const {
-        return base + STAGES * (X + CODES) + stage * SCALES;
+        return base + STAGES * (X_BYTES + 2 * CODE_BYTES) + stage * 2 * SCALE_BYTES;
     }
-    __device__ u32 full(u32 stage) const {
-        return base + STAGES * (X + CODES + SCALES) + 8 * stage;
-    }
-    __device__ u32 empty(u32 stage) const { return full(STAGES) + 8 * stage; }
+    __device__ u32 full(u32 stage) const { return base + STAGES * STAGE_BYTES + 8 * stage; }
+    __device__ u32 empty(u32 stage) const { return full(STAGES + stage); }
+    // Numbers of the rows of a tile.
+    __device__ u32 sources() const { return full(2 * STAGES); }
+    __device__ u32 table() const { return sources() + 4 * MOST_ROWS; }
 };
 
 // A stage of the ring and the parity that its barriers are waited for with.
-template <int MB>
 struct Turn {
     u32 stage, parity;
     __device__ void next() {
-        if (++stage == Memory<MB>::STAGES) {
+        if (++stage == STAGES) {
             stage = 0;
             parity ^= 1;
         }
@@ -159,23 +115,21 @@ struct Table {
     u32 rows[MAX_EXPERTS + 1], tiles[MAX_EXPERTS + 1];
 };
 
-// Outputs block * 128 * MB and up of some rows of an expert.
+// Outputs 128 * block and up of some rows of an expert.
 struct Tile {
     u32 expert, block, row, rows;
 };
 
+// Parts of nearly equal numbers of rows that an expert is cut into.
+__device__ __forceinline__ u32 parts(u32 rows) {
+    return (rows + MOST_ROWS / ALIGN - 1) / (MOST_ROWS / ALIGN);
+}
+
 // The tiles of a block, one in `step`. Neighbours differ in outputs first, so that they share rows.
-// C: blocks of a cluster, which take neighbours.
-template <int MB, int C>
 struct Tiles {
     const Table& table;
-    u32 blocks, experts, expert, next, step, rank;
+    u32 blocks, experts, expert, next, step;
 
-    // Of an expert: parts of nearly equal numbers of rows.
-    static __device__ u32 parts(u32 rows) {
-        constexpr u32 most = 256 / MB / ALIGN;
-        return (rows + most - 1) / most;
-    }
     __device__ bool take(Tile& tile) {
         if (next >= table.tiles[experts]) return false;
         while (next >= table.tiles[expert + 1]) expert++;
@@ -183,7 +137,7 @@ struct Tiles {
         u32 first = table.rows[expert], rows = table.rows[expert + 1] - first;
         u32 part = local / blocks, all = parts(rows), start = rows * part / all;
         tile.expert = expert;
-        tile.block = local % blocks * C + rank;
+        tile.block = local % blocks;
         tile.row = (first + start) * ALIGN;
         tile.rows = (rows * (part + 1) / all - start) * ALIGN;
         next += step;
@@ -191,7 +145,6 @@ struct Tiles {
     }
 };
 
-template <int MB>
 __device__ __forceinline__ void make_table(const ExpertArgs& a, Table& table, u32 blocks) {
     const u32* offsets = reinterpret_cast<const u32*>(a.offsets);
     for (u32 e = threadIdx.x; e <= a.experts; e += blockDim.x) table.rows[e] = offsets[e] / ALIGN;
@@ -201,8 +154,7 @@ __device__ __forceinline__ void make_table(const ExpertArgs& a, Table& table, u3
         if (threadIdx.x == 0) table.tiles[0] = 0;
         for (u32 base = 0; base < a.experts; base += 32) {
             u32 e = base + threadIdx.x, sum = 0;
-            if (e < a.experts)
-                sum = Tiles<MB, 1>::parts(table.rows[e + 1] - table.rows[e]) * blocks;
+            if (e < a.experts) sum = parts(table.rows[e + 1] - table.rows[e]) * blocks;
 #pragma unroll
             for (u32 step = 1; step < 32; step <<= 1) {
                 u32 left = __shfl_up_sync(FULL_WARP, sum, step);
@@ -215,65 +167,117 @@ __device__ __forceinline__ void make_table(const ExpertArgs& a, Table& table, u3
     __syncthreads();
 }
 
-// The copies of rows, by one thread. Blocks of a cluster share rows: each copies half of them to
-// both.
-template <int MB, int C>
-__device__ __forceinline__ void copy_rows(const ExpertArgs& a, Memory<MB> memory,
-                                          Tiles<MB, C> tiles) {
+// The copies of rows, by one thread.
+__device__ __forceinline__ void copy_rows(const ExpertArgs& a, Memory memory, Tiles tiles) {
     // The first use of a stage passes at once: the phase before the first counts as over.
-    Turn<MB> turn = {0, 1};
+    Turn turn = {0, 1};
     Tile tile;
     while (tiles.take(tile)) {
-        u32 bytes = tile.rows * 128 / C, offset = tiles.rank * bytes;
-        const u8* x = reinterpret_cast<const u8*>(a.x) + (u64)tile.row * 128 + offset;
+        const u8* x = reinterpret_cast<const u8*>(a.x) + (u64)tile.row * 128;
         for (u32 step = a.k / 64; step > 0; step--) {
             barrier_wait(memory.empty(turn.stage), turn.parity);
-            u32 full = memory.full(turn.stage), to = memory.x(turn.stage) + offset;
-            barrier_expect(full, bytes * C);
-            if constexpr (C == 1) {
-                copy_bulk(to, x, bytes, full);
-            } else {
-                copy_bulk_both(to, x, bytes, full);
-            }
+            u32 full = memory.full(turn.stage);
+            barrier_expect(full, tile.rows * 128);
+            copy_bulk(memory.x(turn.stage), x, tile.rows * 128, full);
             x += (u64)a.x_rows * 128;
             turn.next();
         }
     }
 }
 
-// The copies of codes and scales, by one thread.
-template <int MB, int C>
-__device__ __forceinline__ void copy_weights(const ExpertArgs& a, Memory<MB> memory,
-                                             Tiles<MB, C> tiles) {
-    Turn<MB> turn = {0, 1};
+// The copies of codes and scales of a stage, by one thread. `square`: number of a square of 64
+// outputs and inputs, from which both addresses follow.
+__device__ __forceinline__ void copy_square(const ExpertArgs& a, Memory memory, u32 stage,
+                                            u32 square) {
+    u32 full = memory.full(stage);
+    barrier_expect(full, 2 * (CODE_BYTES + SCALE_BYTES));
+#pragma unroll
+    for (u32 group = 0; group < 2; group++) {
+        u64 from = square + group * (a.k / 64);
+        copy_bulk(memory.codes(stage) + group * CODE_BYTES,
+                  reinterpret_cast<const u8*>(a.codes) + from * CODE_BYTES, CODE_BYTES, full);
+        copy_bulk(memory.scales(stage) + group * SCALE_BYTES,
+                  reinterpret_cast<const u8*>(a.scales) + from * SCALE_BYTES, SCALE_BYTES, full);
+    }
+}
+
+__device__ __forceinline__ u32 first_square(const ExpertArgs& a, const Tile& tile) {
+    return (tile.expert * (a.m / 64) + tile.block * 2) * (a.k / 64);
+}
+
+// The copies of all codes and scales, by one thread.
+__device__ __forceinline__ void copy_weights(const ExpertArgs& a, Memory memory, Tiles tiles) {
+    Turn turn = {0, 1};
     Tile tile;
     while (tiles.take(tile)) {
-        // Number of a square of 64 outputs and inputs, from which both addresses follow.
-        u32 square = (tile.expert * (a.m / 64) + tile.block * 2 * MB) * (a.k / 64);
+        u32 square = first_square(a, tile);
         for (u32 end = square + a.k / 64; square < end; square++) {
             barrier_wait(memory.empty(turn.stage), turn.parity);
-            u32 full = memory.full(turn.stage);
-            barrier_expect(full, Memory<MB>::CODES + Memory<MB>::SCALES);
-#pragma unroll
-            for (u32 b = 0; b < 2 * MB; b++) {
-                u64 from = square + b * (a.k / 64);
-                copy_bulk(memory.codes(turn.stage) + b * CODE_BYTES,
-                          reinterpret_cast<const u8*>(a.codes) + from * CODE_BYTES, CODE_BYTES,
-                          full);
-                copy_bulk(memory.scales(turn.stage) + b * SCALE_BYTES,
-                          reinterpret_cast<const u8*>(a.scales) + from * SCALE_BYTES, SCALE_BYTES,
-                          full);
-            }
+            copy_square(a, memory, turn.stage, square);
             turn.next();
         }
     }
 }
 
-// x * y + z on two bf16 at once, rounded once.
-__device__ __forceinline__ u32 fma_bf16x2(u32 x, u32 y, u32 z) {
-    u32 w;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(w) : "r"(x), "r"(y), "r"(z));
-    return w;
+// Copies of rows under way that their barriers do not know of yet.
+#define LAG 3
+
+// What has been copied is seen by the tensor cores, and the oldest stage counts as copied if
+// `pending`, the stages under way, are more than LAG.
+__device__ __forceinline__ void arrive_behind(Memory memory, u32 stage, u32 pending) {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    if (pending > LAG)
+        barrier_arrive(memory.full(stage >= LAG ? stage - LAG : stage + STAGES - LAG));
+}
+
+// All copies, by 128 threads: rows from where they are, sixteen bytes a thread, swizzled.
+__device__ __forceinline__ void gather_rows(const ExpertArgs& a, Memory memory, Tiles tiles) {
+    u32 piece = threadIdx.x % 8, row = threadIdx.x / 8, stride = (u32)a.x_stride * 2, pending = 0;
+    u32 sources = memory.sources();
+    u32 place = row * 128 + ((piece ^ (row & 7)) << 4);
+    Turn turn = {0, 1};
+    Tile tile;
+    while (tiles.take(tile)) {
+        // Nobody reads the numbers of the last tile's rows any more.
+        asm volatile("bar.sync 1, 128;" ::: "memory");
+        for (u32 r = threadIdx.x; r < tile.rows; r += 128) {
+            // What lies between experts is read by nobody, but must not lead out of x.
+            u32 source = reinterpret_cast<const u32*>(a.sources)[tile.row + r];
+            asm volatile("st.shared.u32 [%0], %1;" ::"r"(sources + 4 * r),
+                         "r"(source < a.x_rows ? source : 0)
+                         : "memory");
+        }
+        asm volatile("bar.sync 1, 128;" ::: "memory");
+        const u8* x = reinterpret_cast<const u8*>(a.x) + piece * 16;
+        u32 square = first_square(a, tile);
+        for (u32 end = square + a.k / 64; square < end; square++) {
+            barrier_wait(memory.empty(turn.stage), turn.parity);
+            if (threadIdx.x == 0) copy_square(a, memory, turn.stage, square);
+            u32 to = memory.x(turn.stage) + place;
+#pragma unroll 4
+            for (u32 i = 0; i < tile.rows / 16; i++) {
+                u32 source;
+                asm volatile("ld.shared.u32 %0, [%1];"
+                             : "=r"(source)
+                             : "r"(sources + 4 * row + 64 * i)
+                             : "memory");
+                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i * 2048),
+                             "l"(x + (u64)source * stride)
+                             : "memory");
+            }
+            asm volatile("cp.async.commit_group;\ncp.async.wait_group %0;" ::"n"(LAG) : "memory");
+            pending = min(pending + 1, LAG + 1);
+            arrive_behind(memory, turn.stage, pending);
+            x += 128;
+            turn.next();
+        }
+    }
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    pending = min(pending, LAG);
+    for (u32 i = 0; i < LAG; i++) {
+        arrive_behind(memory, turn.stage, pending + i + 1);
+        turn.next();
+    }
 }
 
 // (x & y) | z, which the compiler makes two instructions of.
@@ -311,40 +315,25 @@ __device__ __forceinline__ void decode(u32 (&a)[16], u32 codes, u32 scales) {
     }
 }
 
-// The next stage's weights.
-template <int MB>
-__device__ __forceinline__ void decode_stage(u32 (&a)[MB][16], Memory<MB> memory, Turn<MB> turn,
-                                             u32 group) {
+// The weights of a stage for warpgroup `group`, when they are there.
+__device__ __forceinline__ void decode_stage(u32 (&a)[16], Memory memory, Turn turn, u32 group) {
     barrier_wait(memory.full(turn.stage), turn.parity);
-#pragma unroll
-    for (int b = 0; b < MB; b++)
-        decode(a[b], memory.codes(turn.stage) + (group * MB + b) * CODE_BYTES,
-               memory.scales(turn.stage) + (group * MB + b) * SCALE_BYTES);
+    decode(a, memory.codes(turn.stage) + group * CODE_BYTES,
+           memory.scales(turn.stage) + group * SCALE_BYTES);
 }
 
-template <int MB, int N>
-__device__ __forceinline__ void multiply_stage(float (&d)[MB][N / 2], const u32 (&a)[MB][16], u32 x) {
+template <int N>
+__device__ __forceinline__ void multiply_stage(float (&d)[N / 2], const u32 (&a)[16], u32 x) {
     products_begin();
 #pragma unroll
-    for (int step = 0; step < 4; step++)
-#pragma unroll
-        for (int b = 0; b < MB; b++)
-            multiply(d[b], a[b] + 4 * step, descriptor(x + step * 32));
+    for (int step = 0; step < 4; step++) multiply(d, a + 4 * step, descriptor(x + step * 32));
     products_commit();
-}
-
-template <int MB, int C>
-__device__ __forceinline__ void release(Memory<MB> memory, u32 stage, u32 rank) {
-    __syncwarp();
-    if (threadIdx.x % 32) return;
-    barrier_arrive(memory.empty(stage));
-    if constexpr (C == 2) barrier_arrive_at(memory.empty(stage), rank ^ 1);
 }
 
 // Outputs 2 i and 2 i + 1 of sixteen lie in one thread.
 template <int N>
-__device__ __forceinline__ void write(const ExpertArgs& a, const float (&d)[N / 2], const Tile& tile,
-                                      u32 block) {
+__device__ __forceinline__ void write(const ExpertArgs& a, const float (&d)[N / 2],
+                                      const Tile& tile, u32 block) {
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     bf16* to = reinterpret_cast<bf16*>(a.out) + (i64)(tile.row + lane % 4 * 2) * a.out_stride +
                block * 64 + warp * 16 + lane / 4 * 2;
@@ -382,122 +371,92 @@ __device__ __forceinline__ void write_gated(const ExpertArgs& a, const float (&d
     }
 }
 
-// Keeps the compiler from moving uses of registers across a wait or a fence.
-template <int N>
-__device__ __forceinline__ void pin(float (&x)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
-}
-
-// One tile of N rows, all 128 threads of warpgroup `group` = 0 or 1. While the tensor cores
+// One tile of at most N rows, all 128 threads of warpgroup `group` = 0 or 1. While the tensor cores
 // multiply one stage, the weights of the next are decoded.
-template <int MB, int C, bool GATED, int N>
-__device__ __forceinline__ void consume(const ExpertArgs& a, Memory<MB> memory, const Tile& tile,
-                                        Turn<MB>& turn, u32 group) {
+template <bool GATED, int N>
+__device__ __forceinline__ void consume(const ExpertArgs& a, Memory memory, const Tile& tile,
+                                        Turn& turn, u32 group) {
     // Set, or the compiler keeps the registers of every size of tile alive between tiles.
-    float d[MB][N / 2] = {};
-    u32 even[MB][16], odd[MB][16];
-    u32 rank = tile.block % C, last = 0;
-    decode_stage<MB>(even, memory, turn, group);
+    float d[N / 2] = {};
+    u32 even[16], odd[16], last = 0;
+    decode_stage(even, memory, turn, group);
     for (u32 step = 0; step < a.k / 64; step += 2) {
-        multiply_stage<MB, N>(d, even, memory.x(turn.stage));
+        multiply_stage<N>(d, even, memory.x(turn.stage));
         products_wait<1>();
-        if (step > 0) release<MB, C>(memory, last, rank);
+        if (step > 0) release(memory.empty(last));
         last = turn.stage;
         turn.next();
-        decode_stage<MB>(odd, memory, turn, group);
-        multiply_stage<MB, N>(d, odd, memory.x(turn.stage));
+        decode_stage(odd, memory, turn, group);
+        multiply_stage<N>(d, odd, memory.x(turn.stage));
         products_wait<1>();
-        release<MB, C>(memory, last, rank);
+        release(memory.empty(last));
         last = turn.stage;
         turn.next();
-        if (step + 2 < a.k / 64) decode_stage<MB>(even, memory, turn, group);
+        if (step + 2 < a.k / 64) decode_stage(even, memory, turn, group);
     }
     products_wait<0>();
-    release<MB, C>(memory, last, rank);
-#pragma unroll
-    for (int b = 0; b < MB; b++) {
-        pin(d[b]);
-        u32 block = (tile.block * 2 + group) * MB + b;
-        if constexpr (GATED) {
-            write_gated<N>(a, d[b], tile, block);
-        } else {
-            write<N>(a, d[b], tile, block);
-        }
+    release(memory.empty(last));
+    pin(d);
+    if constexpr (GATED) {
+        write_gated<N>(a, d, tile, tile.block * 2 + group);
+    } else {
+        write<N>(a, d, tile, tile.block * 2 + group);
     }
 }
 
-template <int MB, int C, bool GATED>
+template <bool GATED, bool GATHER>
 __device__ __forceinline__ void multiply_experts(const ExpertArgs& a) {
     extern __shared__ u8 raw[];
-    u32 base = (shared_address(raw) + 1023) & ~1023u;
-    Memory<MB> memory = {base};
-    Table& table = *reinterpret_cast<Table*>(raw + (base - shared_address(raw)) +
-                                             Memory<MB>::BYTES);
-    u32 blocks = a.m / (128 * MB * C), rank = blockIdx.x % C;
-    make_table<MB>(a, table, blocks);
+    u32 start = shared_address(raw), base = (start + 1023) & ~1023u;
+    Memory memory = {base};
+    Table& table = *reinterpret_cast<Table*>(raw + (memory.table() - start));
+    make_table(a, table, a.m / 128);
     if (threadIdx.x == 0) {
-        for (u32 stage = 0; stage < Memory<MB>::STAGES; stage++) {
-            barrier_init(memory.full(stage), 2);
-            barrier_init(memory.empty(stage), CONSUMER_WARPS * C);
+        for (u32 stage = 0; stage < STAGES; stage++) {
+            // One arrival for the weights, and one for all rows or of every thread that copies
+            // some.
+            barrier_init(memory.full(stage), GATHER ? 1 + 128 : 2);
+            barrier_init(memory.empty(stage), CONSUMER_WARPS);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    if constexpr (C == 1) {
-        __syncthreads();
-    } else {
-        cluster_sync();
-    }
-    Tiles<MB, C> tiles = {table, blocks, a.experts, 0, blockIdx.x / C, gridDim.x / C, rank};
+    __syncthreads();
+    Tiles tiles = {table, a.m / 128, a.experts, 0, blockIdx.x, gridDim.x};
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        if (threadIdx.x == 0) copy_rows<MB, C>(a, memory, tiles);
-        if (threadIdx.x == 32) copy_weights<MB, C>(a, memory, tiles);
-    } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-        u32 group = threadIdx.x / 128 - 1;
-        Turn<MB> turn = {0, 0};
-        Tile tile;
-        while (tiles.take(tile)) {
-            // Few sizes, or the compiler runs out of registers; the rows of a smaller tile come
-            // first.
-            if constexpr (MB == 1) {
-                if (tile.rows > 224)
-                    consume<MB, C, GATED, 256>(a, memory, tile, turn, group);
-                else if (tile.rows > 192)
-                    consume<MB, C, GATED, 224>(a, memory, tile, turn, group);
-                else if (tile.rows > 128)
-                    consume<MB, C, GATED, 192>(a, memory, tile, turn, group);
-                else
-                    consume<MB, C, GATED, 128>(a, memory, tile, turn, group);
-            } else {
-                if (tile.rows > 96)
-                    consume<MB, C, GATED, 128>(a, memory, tile, turn, group);
-                else if (tile.rows > 64)
-                    consume<MB, C, GATED, 96>(a, memory, tile, turn, group);
-                else
-                    consume<MB, C, GATED, 64>(a, memory, tile, turn, group);
-            }
+        if constexpr (GATHER) {
+            gather_rows(a, memory, tiles);
+        } else {
+            if (threadIdx.x == 0) copy_rows(a, memory, tiles);
+            if (threadIdx.x == 32) copy_weights(a, memory, tiles);
         }
+        return;
     }
-    // A block must not end while the other may still arrive at its barriers.
-    if constexpr (C == 2) {
-        __syncwarp();
-        cluster_sync();
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    u32 group = threadIdx.x / 128 - 1;
+    Turn turn = {0, 0};
+    Tile tile;
+    while (tiles.take(tile)) {
+        // Few sizes, or the compiler runs out of registers; smaller tiles leave the last rows idle.
+        if (tile.rows > 224)
+            consume<GATED, 256>(a, memory, tile, turn, group);
+        else if (tile.rows > 192)
+            consume<GATED, 224>(a, memory, tile, turn, group);
+        else if (tile.rows > 128)
+            consume<GATED, 192>(a, memory, tile, turn, group);
+        else
+            consume<GATED, 128>(a, memory, tile, turn, group);
     }
 }
 
-#define MAKE_EXPERTS(name, CLUSTER, MB, C)                                                    \
-    extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) experts_gate_up_##name(      \
-        ExpertArgs a) {                                                                       \
-        multiply_experts<MB, C, true>(a);                                                     \
-    }                                                                                         \
-    extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) experts_down_##name(         \
-        ExpertArgs a) {                                                                       \
-        multiply_experts<MB, C, false>(a);                                                    \
-    }
-
-MAKE_EXPERTS(tall, , 1, 1)
-MAKE_EXPERTS(pair, __cluster_dims__(2, 1, 1), 1, 2)
+extern "C" __global__ void __launch_bounds__(384, 1) experts_gate_up(ExpertArgs a) {
+    multiply_experts<true, false>(a);
+}
+extern "C" __global__ void __launch_bounds__(384, 1) experts_gate_up_gathered(ExpertArgs a) {
+    multiply_experts<true, true>(a);
+}
+extern "C" __global__ void __launch_bounds__(384, 1) experts_down(ExpertArgs a) {
+    multiply_experts<false, false>(a);
+}
 
 #endif

@@ -6,9 +6,8 @@ use std::error::Error;
 use kernels::cuda::cudarc::driver::sys::CUevent_flags;
 use kernels::cuda::{
     Attention, AttentionVariant, DeviceBuffer, DeviceHeads, DeviceMatrix, DevicePanels, Dtype,
-    EXPERT_ALIGN, ExpertVariant, ExpertWeights, Fp8BlockWeight, Int4Weight, LatentHeads, Launcher,
-    Nvfp4Weight, Permutation, Product, RopeView, RouteRule, RoutingViews, StateStats,
-    copy_on_device,
+    EXPERT_ALIGN, ExpertWeights, Fp8BlockWeight, Int4Weight, LatentHeads, Launcher, Nvfp4Weight,
+    Permutation, Product, RopeView, RouteRule, RoutingViews, StateStats, copy_on_device,
 };
 
 use crate::parity::{Gpu, Outcome};
@@ -390,7 +389,8 @@ impl Bench<'_> {
                 offsets.push(start + count.next_multiple_of(EXPERT_ALIGN) as u32);
             }
             let rows = offsets.last().copied().unwrap_or(0) as usize;
-            let offsets = self.gpu.vector(&offsets)?;
+            let ends = offsets;
+            let offsets = self.gpu.vector(&ends)?;
             let real = counts.iter().sum::<usize>() as f64;
             for ([out, input], gate_up) in [([4096, HIDDEN], true), ([HIDDEN, 2048], false)] {
                 let codes = self.filled(HELD * out * input / 4, Dtype::Bf16)?;
@@ -407,11 +407,29 @@ impl Bench<'_> {
                 let (_to, to) = self.matrix([rows, out], Dtype::Bf16)?;
                 let panels = DevicePanels { address: to.address, rows, cols: out / 2 };
                 let work = Work::Flops(2.0 * real * (out * input) as f64);
-                for variant in [ExpertVariant::Single, ExpertVariant::Pair] {
-                    let name = format!("experts {variant:?} {tokens} x {out} x {input}");
-                    self.launches(&name, &work, |on| match gate_up {
-                        true => on.experts_gate_up(variant, &panels, &x, (&weights, offsets.view)),
-                        false => on.experts_down(variant, &to, &x, (&weights, offsets.view)),
+                let name = format!("experts {tokens} x {out} x {input}, int4");
+                self.launches(&name, &work, |on| match gate_up {
+                    true => on.experts_gate_up(&panels, &x, (&weights, offsets.view)),
+                    false => on.experts_down(&to, &x, (&weights, offsets.view)),
+                })?;
+                if gate_up {
+                    let (_t, t) = self.matrix([tokens, HIDDEN], Dtype::Bf16)?;
+                    let sources: Vec<u32> =
+                        (0..rows).map(|_| self.gpu.rng.below(tokens) as u32).collect();
+                    let mut sorted = sources;
+                    for ends in ends.windows(2) {
+                        sorted[ends[0] as usize..ends[1] as usize].sort_unstable();
+                    }
+                    let sources = self.gpu.vector(&sorted)?;
+                    let name = format!("experts gathered {tokens} x {out} x {input}, int4");
+                    self.launches(&name, &work, |on| {
+                        let grouping = (&weights, offsets.view);
+                        on.experts_gate_up_gathered(&panels, &t, sources.view, grouping)
+                    })?;
+                    let grouping = (sources.view, offsets.view);
+                    let bytes = Work::Bytes(rows * HIDDEN * 4);
+                    self.launches(&format!("experts gather_panels {tokens}"), &bytes, |on| {
+                        on.gather_panels(&x, &t, grouping)
                     })?;
                 }
             }

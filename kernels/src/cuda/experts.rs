@@ -2,9 +2,7 @@
 //! nothing of routers; rows come grouped by expert.
 
 use super::views::MatArg;
-use super::{
-    CudaError, DeviceMatrix, DeviceVector, Dtype, Int4Weight, Launcher, Shape, ensure, grid,
-};
+use super::{CudaError, DeviceMatrix, DeviceVector, Dtype, Int4Weight, Launcher, Shape, ensure};
 
 /// Rows of every expert start at a multiple of this.
 pub const EXPERT_ALIGN: usize = 32;
@@ -12,10 +10,11 @@ pub const EXPERT_ALIGN: usize = 32;
 const MAX_EXPERTS: usize = 512;
 /// Inputs that share a scale.
 const GROUP: usize = 32;
-/// Outputs of a block; inputs come in pairs of 64.
+/// Outputs of a block, and inputs of two stages.
 const SIDE: usize = 128;
 /// Bytes of a stage: rows, codes and scales of 64 inputs, two barriers.
 const STAGE_BYTES: usize = 256 * 128 + 2 * (2048 + 256) + 16;
+/// Stages of the ring in shared memory.
 const STAGES: usize = 6;
 
 /// Rows in bf16, grouped by expert, in panels of 64 columns: value (r, c) at
@@ -46,15 +45,6 @@ pub struct ExpertWeights {
     pub input: usize,
 }
 
-/// How blocks share the work.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum ExpertVariant {
-    /// Every block alone.
-    Single,
-    /// Two blocks with different outputs share the rows that they read.
-    Pair,
-}
-
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct ExpertArgs {
@@ -63,7 +53,9 @@ struct ExpertArgs {
     codes: u64,
     scales: u64,
     offsets: u64,
+    sources: u64,
     out_stride: i64,
+    x_stride: i64,
     x_rows: u32,
     experts: u32,
     m: u32,
@@ -182,7 +174,6 @@ impl Launcher<'_> {
     /// e. Padding between the experts is computed too, from whatever it holds.
     pub fn experts_gate_up(
         &self,
-        variant: ExpertVariant,
         out: &DevicePanels,
         x: &DevicePanels,
         (weights, offsets): (&ExpertWeights, DeviceVector<u32>),
@@ -190,13 +181,40 @@ impl Launcher<'_> {
         let fits = out.cols * 2 == weights.out && out.rows == x.rows;
         ensure(fits, || format!("gate and up {weights:?} of {x:?} in {out:?}"))?;
         let to = (out.address, out.rows);
-        self.experts(("experts_gate_up", variant), to, x, (weights, offsets))
+        self.experts("experts_gate_up", to, x, (weights, offsets))
+    }
+
+    /// The same, grouped row r being row `sources[r]` of `x`.
+    pub fn experts_gate_up_gathered(
+        &self,
+        out: &DevicePanels,
+        x: &DeviceMatrix,
+        sources: DeviceVector<u32>,
+        (weights, offsets): (&ExpertWeights, DeviceVector<u32>),
+    ) -> Result<(), CudaError> {
+        let fits = out.cols * 2 == weights.out
+            && x.cols == weights.input
+            && x.dtype == Dtype::Bf16
+            && x.in_vectors()
+            && x.rows > 0
+            && u32::try_from(x.row_stride * 2).is_ok()
+            && sources.len >= out.rows;
+        ensure(fits, || format!("gate and up {weights:?} of {x:?}, {sources:?} in {out:?}"))?;
+        let args = ExpertArgs {
+            out: out.address,
+            out_stride: out.rows as i64,
+            x: x.address,
+            x_stride: x.row_stride as i64,
+            x_rows: x.rows as u32,
+            sources: sources.address,
+            ..self.expert_args(weights, offsets)?
+        };
+        self.launch_experts("experts_gate_up_gathered", &args)
     }
 
     /// `out = x weight^T` likewise, in bf16.
     pub fn experts_down(
         &self,
-        variant: ExpertVariant,
         out: &DeviceMatrix,
         x: &DevicePanels,
         (weights, offsets): (&ExpertWeights, DeviceVector<u32>),
@@ -207,41 +225,58 @@ impl Launcher<'_> {
             && out.in_vectors();
         ensure(fits, || format!("down {weights:?} of {x:?} in {out:?}"))?;
         let to = (out.address, out.row_stride);
-        self.experts(("experts_down", variant), to, x, (weights, offsets))
+        self.experts("experts_down", to, x, (weights, offsets))
+    }
+
+    fn expert_args(
+        &self,
+        weights: &ExpertWeights,
+        offsets: DeviceVector<u32>,
+    ) -> Result<ExpertArgs, CudaError> {
+        weights.check()?;
+        let fits = self.has_expert_products() && offsets.len == weights.experts + 1;
+        ensure(fits, || format!("experts {weights:?}, {offsets:?}"))?;
+        Ok(ExpertArgs {
+            out: 0,
+            x: 0,
+            codes: weights.codes.address,
+            scales: weights.scales.address,
+            offsets: offsets.address,
+            sources: 0,
+            out_stride: 0,
+            x_stride: 0,
+            x_rows: 0,
+            experts: weights.experts as u32,
+            m: weights.out as u32,
+            k: weights.input as u32,
+        })
     }
 
     fn experts(
         &self,
-        (name, variant): (&str, ExpertVariant),
+        name: &str,
         (out, out_stride): (u64, usize),
         x: &DevicePanels,
         (weights, offsets): (&ExpertWeights, DeviceVector<u32>),
     ) -> Result<(), CudaError> {
-        weights.check()?;
-        let pair = variant == ExpertVariant::Pair;
-        let fits = self.has_expert_products()
-            && x.cols == weights.input
-            && offsets.len == weights.experts + 1
-            && (!pair || weights.out.is_multiple_of(2 * SIDE))
+        let fits = x.cols == weights.input
             && x.address.is_multiple_of(16)
             && u32::try_from(x.rows).is_ok();
-        ensure(fits, || format!("{name} {weights:?} of {x:?}, {offsets:?}"))?;
+        ensure(fits, || format!("{name} {weights:?} of {x:?}"))?;
         let args = ExpertArgs {
             out,
-            x: x.address,
-            codes: weights.codes.address,
-            scales: weights.scales.address,
-            offsets: offsets.address,
             out_stride: out_stride as i64,
+            x: x.address,
             x_rows: x.rows as u32,
-            experts: weights.experts as u32,
-            m: weights.out as u32,
-            k: weights.input as u32,
+            ..self.expert_args(weights, offsets)?
         };
-        let shared = STAGES * STAGE_BYTES + 2 * (MAX_EXPERTS + 1) * 4 + 1024;
-        let blocks = self.kernels.multiprocessors() / 2 * 2;
-        let shape =
-            Shape { grid: (grid(blocks)?, 1, 1), block: (384, 1, 1), shared: shared as u32 };
-        self.launch(&format!("{name}_{}", if pair { "pair" } else { "tall" }), shape, &args)
+        self.launch_experts(name, &args)
+    }
+
+    fn launch_experts(&self, name: &str, args: &ExpertArgs) -> Result<(), CudaError> {
+        // The ring, the numbers of a tile's rows, the table of rows and tiles, and room to align.
+        let shared = STAGES * STAGE_BYTES + 256 * 4 + 2 * (MAX_EXPERTS + 1) * 4 + 1024;
+        let shape = Shape::new(self.kernels.multiprocessors(), 384)?;
+        self.launch(name, Shape { shared: shared as u32, ..shape }, args)
     }
 }

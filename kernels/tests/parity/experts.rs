@@ -2,8 +2,7 @@
 
 use half::bf16;
 use kernels::cuda::{
-    DeviceBuffer, DevicePanels, Dtype, EXPERT_ALIGN, ExpertVariant, ExpertWeights, Int4Weight,
-    download,
+    DeviceBuffer, DevicePanels, Dtype, EXPERT_ALIGN, ExpertWeights, Int4Weight, download,
 };
 use kernels::dequant::{Int4PackQuantized, Region, int4_pack_quantized};
 use kernels::experts::{gated, order_int4, panel_index, product_row};
@@ -13,8 +12,8 @@ use super::{Gpu, HeldVector, Named, Outcome, same, within};
 pub(crate) const CASES: &[Named] = &[
     ("order_int4", order),
     ("gather_panels", gather_panels),
-    ("experts_single", |gpu| experts(gpu, ExpertVariant::Single)),
-    ("experts_pair", |gpu| experts(gpu, ExpertVariant::Pair)),
+    ("experts", |gpu| experts(gpu, false)),
+    ("experts_gathered", |gpu| experts(gpu, true)),
 ];
 
 const GROUP: usize = 32;
@@ -101,12 +100,14 @@ fn gather_panels(gpu: &mut Gpu) -> Outcome {
     Ok(())
 }
 
-fn experts(gpu: &mut Gpu, variant: ExpertVariant) -> Outcome {
+fn experts(gpu: &mut Gpu, gathered: bool) -> Outcome {
     if !gpu.kernels.on(&gpu.stream).has_expert_products() {
         return Ok(());
     }
     let mut cases = vec![
+        ([128, 128], vec![33, 31]),
         ([256, 128], vec![32]),
+        ([384, 256], vec![100; 40]),
         ([256, 256], vec![0, 5, 40, 0, 64]),
         ([512, 384], vec![257, 1, 0, 161, 200]),
     ];
@@ -115,13 +116,9 @@ fn experts(gpu: &mut Gpu, variant: ExpertVariant) -> Outcome {
         cases.push(([4096, 7168], vec![682, 33]));
         cases.push(([7168, 2048], vec![700, 650]));
     }
-    if variant == ExpertVariant::Single {
-        cases.push(([128, 128], vec![33, 31]));
-        cases.push(([384, 256], vec![100; 40]));
-    }
     for (shape, counts) in cases {
-        for gate_up in [false, true] {
-            Products::new(gpu, shape, &counts, gate_up)?.check(gpu, variant)?;
+        for gate_up in [false, true].into_iter().filter(|gate_up| *gate_up || !gathered) {
+            Products::new(gpu, shape, &counts, gate_up)?.check(gpu, gathered)?;
         }
     }
     Ok(())
@@ -170,7 +167,7 @@ impl Products {
         })
     }
 
-    fn check(&self, gpu: &Gpu, variant: ExpertVariant) -> Outcome {
+    fn check(&self, gpu: &Gpu, gathered: bool) -> Outcome {
         let [out, input] = self.shape;
         let (mut codes, mut scales) = (Vec::new(), Vec::new());
         for matrix in &self.matrices {
@@ -200,12 +197,22 @@ impl Products {
         let result = gpu.vector(&vec![UNSET; self.room() * width])?;
         let on = gpu.kernels.on(&gpu.stream);
         let grouping = (&weights, offsets.view);
-        if self.gate_up {
+        if self.gate_up && gathered {
             let out = DevicePanels { address: result.view.address, rows: self.room(), cols: width };
-            on.experts_gate_up(variant, &out, &x, grouping)?;
+            // The rows of x backwards.
+            let x_rows = self.x.len() / input;
+            let backwards = self.x.chunks(input).rev().flatten().copied().collect::<Vec<_>>();
+            let x = gpu.matrix(&backwards, [x_rows, input], Dtype::Bf16, 8)?;
+            let sources = (0..self.room()).map(|row| (x_rows - 1).wrapping_sub(row) as u32);
+            let sources = gpu.vector(&sources.collect::<Vec<_>>())?;
+            on.experts_gate_up_gathered(&out, &x.view, sources.view, grouping)?;
+            gpu.stream.synchronize()?;
+        } else if self.gate_up {
+            let out = DevicePanels { address: result.view.address, rows: self.room(), cols: width };
+            on.experts_gate_up(&out, &x, grouping)?;
         } else {
             let out = result.buffer.matrix([self.room(), width], Dtype::Bf16);
-            on.experts_down(variant, &out, &x, grouping)?;
+            on.experts_down(&out, &x, grouping)?;
         }
         self.compare(&gpu_values(gpu, &result.buffer, self.room() * width)?, width)
     }

@@ -1,9 +1,7 @@
 //! Routed experts of a layer in two launches, INT4 weights decoded inside. The host is told nothing:
 //! how many rows an expert has stays on the GPU.
 
-use kernels::cuda::{
-    CudaError, DeviceBuffer, DeviceMatrix, DevicePanels, Dtype, ExpertVariant, ExpertWeights,
-};
+use kernels::cuda::{CudaError, DeviceBuffer, DeviceMatrix, DevicePanels, Dtype, ExpertWeights};
 
 use super::device::Device;
 use super::experts::{CudaExperts, ExpertSizes};
@@ -58,10 +56,9 @@ impl Grouped {
         let out = self.rows.matrix([rows, hidden], Dtype::Bf16);
         let (gate_up, down) = (experts.gate_up.ordered(2), experts.down.ordered(1));
         let (launch, offsets) = (device.launch(), routing.permutation.offsets);
-        let variant = ExpertVariant::Single;
         launch.gather_panels(&input, x, (routing.permutation.sources, offsets))?;
-        launch.experts_gate_up(variant, &activation, &input, (&gate_up, offsets))?;
-        launch.experts_down(variant, &out, &activation, (&down, offsets))?;
+        launch.experts_gate_up(&activation, &input, (&gate_up, offsets))?;
+        launch.experts_down(&out, &activation, (&down, offsets))?;
         Ok(out)
     }
 }
