@@ -1,6 +1,8 @@
 //! The device functions on the CPU, over the `kernels` crate, in f32. Knows nothing of ranks; it is
 //! run inside the rank's own rayon pool and uses as many threads as it is told.
 
+mod latent;
+
 use std::ops::Range;
 
 use kernels::attention::{self, AttentionShape, HeadShape};
@@ -319,22 +321,6 @@ impl Ops for CpuOps {
         }
     }
 
-    fn mark(&mut self, _half: usize) -> Result<(), TargetError> {
-        Ok(())
-    }
-
-    fn aside(&mut self, _half: usize) -> Result<(), TargetError> {
-        Ok(())
-    }
-
-    fn abreast(&mut self, _half: usize) -> Result<(), TargetError> {
-        Ok(())
-    }
-
-    fn join(&mut self, _half: usize) -> Result<(), TargetError> {
-        Ok(())
-    }
-
     fn gated(
         &mut self,
         (gate, up): (&mut Vec<f32>, &mut Vec<f32>),
@@ -375,55 +361,23 @@ impl Ops for CpuOps {
 
     fn split_latent(
         &mut self,
-        Norm { out: latent, first, weight, eps }: Norm<'_, Vec<f32>>,
+        latent: Norm<'_, Vec<f32>>,
         k_pe: &mut Vec<f32>,
         down: &Vec<f32>,
         rope: usize,
     ) -> Result<(), TargetError> {
-        let (width, whole) = (weight.len(), weight.len() + rope);
-        let rows = down.len() / whole;
-        latent.resize((first + rows) * width, 0.0);
-        k_pe.resize((first + rows) * rope, 0.0);
-        self.for_rows(&mut latent[first * width..], width, |row, latent| {
-            for (out, down) in latent.chunks_exact_mut(width).zip(down[row * whole..].chunks(whole))
-            {
-                norm::rms_norm(out, &down[..width], weight, eps);
-            }
-        });
-        self.for_rows(&mut k_pe[first * rope..], rope, |row, k_pe| {
-            for (out, down) in k_pe.chunks_exact_mut(rope).zip(down[row * whole..].chunks(whole)) {
-                out.copy_from_slice(&down[width..]);
-            }
-        });
+        latent::split(self.threads, latent, k_pe, (down, rope));
         Ok(())
     }
 
     fn expand_latent(
         &mut self,
-        (keys, values): (&mut Vec<f32>, &mut Vec<f32>),
+        keys_values: (&mut Vec<f32>, &mut Vec<f32>),
         kv: &Vec<f32>,
         k_pe: &Vec<f32>,
         dims: &LatentDims,
     ) -> Result<(), TargetError> {
-        let LatentDims { heads, nope, rope, v } = *dims;
-        let rows = k_pe.len() / rope;
-        keys.resize(rows * heads * (nope + rope), 0.0);
-        values.resize(rows * heads * v, 0.0);
-        let source = heads * (nope + v);
-        self.for_rows(keys, heads * (nope + rope), |row, keys| {
-            for (head, key) in keys.chunks_exact_mut(nope + rope).enumerate() {
-                let row = row + head / heads;
-                let (plain, rotated) = key.split_at_mut(nope);
-                plain.copy_from_slice(&kv[row * source + head % heads * (nope + v)..][..nope]);
-                rotated.copy_from_slice(&k_pe[row * rope..][..rope]);
-            }
-        });
-        self.for_rows(values, heads * v, |row, values| {
-            for (head, value) in values.chunks_exact_mut(v).enumerate() {
-                let start = (row + head / heads) * source + head % heads * (nope + v) + nope;
-                value.copy_from_slice(&kv[start..][..v]);
-            }
-        });
+        latent::expand(self.threads, keys_values, (kv, k_pe), dims);
         Ok(())
     }
 

@@ -160,17 +160,25 @@ pub(super) trait Ops: Send {
 
     /// What was asked for up to now of a half of the batch, 0 or 1, is what [`Ops::aside`] waits
     /// for.
-    fn mark(&mut self, half: usize) -> Result<(), TargetError>;
+    fn mark(&mut self, _half: usize) -> Result<(), TargetError> {
+        Ok(())
+    }
 
     /// From now on functions run beside those that are not aside, in an order of their own and
     /// after what was marked for `half`.
-    fn aside(&mut self, half: usize) -> Result<(), TargetError>;
+    fn aside(&mut self, _half: usize) -> Result<(), TargetError> {
+        Ok(())
+    }
 
     /// From now on functions run in the common order again, not yet after those aside.
-    fn abreast(&mut self, half: usize) -> Result<(), TargetError>;
+    fn abreast(&mut self, _half: usize) -> Result<(), TargetError> {
+        Ok(())
+    }
 
     /// What follows runs after what ran aside for `half`.
-    fn join(&mut self, half: usize) -> Result<(), TargetError>;
+    fn join(&mut self, _half: usize) -> Result<(), TargetError> {
+        Ok(())
+    }
 
     /// `out = silu(x gate^T) * (x up^T)`; `work` has room for twice the width of `out`.
     fn gated(
