@@ -85,17 +85,17 @@ struct GatherPanelsArgs {
 }
 
 impl ExpertWeights {
-    /// Whether the products of this module take matrices [out, input] in INT4 with such groups.
-    pub fn fit([out, input]: [usize; 2], group: usize) -> bool {
+    /// Whether the products of this module take so many matrices [out, input] in INT4 with such
+    /// groups.
+    pub fn fit(experts: usize, [out, input]: [usize; 2], group: usize) -> bool {
         let sides = out > 0 && input > 0 && out.is_multiple_of(SIDE) && input.is_multiple_of(SIDE);
-        sides && group == GROUP
+        sides && group == GROUP && (1..=MAX_EXPERTS).contains(&experts)
     }
 
     fn check(&self) -> Result<(), CudaError> {
         let squares = self.experts * (self.out / 64) * (self.input / 64);
         let values = self.experts * self.out * self.input;
-        let fits = Self::fit([self.out, self.input], GROUP)
-            && (1..=MAX_EXPERTS).contains(&self.experts)
+        let fits = Self::fit(self.experts, [self.out, self.input], GROUP)
             && u32::try_from(squares).is_ok()
             && self.codes.len == values / 8
             && self.scales.len == values / GROUP
@@ -121,7 +121,7 @@ impl Launcher<'_> {
         gated: bool,
     ) -> Result<(), CudaError> {
         let Int4Weight { packed, scale, group } = *weight;
-        let fits = ExpertWeights::fit([rows, cols], group)
+        let fits = ExpertWeights::fit(1, [rows, cols], group)
             && codes.len == rows * cols / 8
             && packed.len == codes.len
             && scales.len == rows * cols / group
