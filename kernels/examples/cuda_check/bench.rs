@@ -389,8 +389,7 @@ impl Bench<'_> {
                 offsets.push(start + count.next_multiple_of(EXPERT_ALIGN) as u32);
             }
             let rows = offsets.last().copied().unwrap_or(0) as usize;
-            let ends = offsets;
-            let offsets = self.gpu.vector(&ends)?;
+            let offsets = self.gpu.vector(&offsets)?;
             let real = counts.iter().sum::<usize>() as f64;
             for ([out, input], gate_up) in [([4096, HIDDEN], true), ([HIDDEN, 2048], false)] {
                 let codes = self.filled(HELD * out * input / 4, Dtype::Bf16)?;
@@ -412,26 +411,6 @@ impl Bench<'_> {
                     true => on.experts_gate_up(&panels, &x, (&weights, offsets.view)),
                     false => on.experts_down(&to, &x, (&weights, offsets.view)),
                 })?;
-                if gate_up {
-                    let (_t, t) = self.matrix([tokens, HIDDEN], Dtype::Bf16)?;
-                    let sources: Vec<u32> =
-                        (0..rows).map(|_| self.gpu.rng.below(tokens) as u32).collect();
-                    let mut sorted = sources;
-                    for ends in ends.windows(2) {
-                        sorted[ends[0] as usize..ends[1] as usize].sort_unstable();
-                    }
-                    let sources = self.gpu.vector(&sorted)?;
-                    let name = format!("experts gathered {tokens} x {out} x {input}, int4");
-                    self.launches(&name, &work, |on| {
-                        let grouping = (&weights, offsets.view);
-                        on.experts_gate_up_gathered(&panels, &t, sources.view, grouping)
-                    })?;
-                    let grouping = (sources.view, offsets.view);
-                    let bytes = Work::Bytes(rows * HIDDEN * 4);
-                    self.launches(&format!("experts gather_panels {tokens}"), &bytes, |on| {
-                        on.gather_panels(&x, &t, grouping)
-                    })?;
-                }
             }
         }
         Ok(())

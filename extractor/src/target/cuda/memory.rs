@@ -152,15 +152,16 @@ pub(super) fn inputs(spec: &TargetSpec, tokens: usize) -> [usize; 10] {
 pub(super) fn expert_sizes(load: &Load<'_>, moe: &MoeSpec) -> ExpertSizes {
     let Load { spec, plan, .. } = load;
     let (columns, hidden) = (plan.expert_columns.len(), spec.hidden_size);
-    let mut formats = expert_layers(load, moe);
+    let (held, mut formats) = (plan.experts.len(), expert_layers(load, moe));
+    let grouped = |formats| Grouped::fits(formats, held, [columns, hidden]);
     ExpertSizes {
         first: plan.experts.start,
-        held: plan.experts.len(),
+        held,
         columns,
         hidden,
         top_k: moe.top_k,
         num_experts: moe.num_experts,
-        grouped: load.decodes && formats.all(|formats| Grouped::fits(formats, columns, hidden)),
+        grouped: load.decodes && formats.all(grouped),
     }
 }
 
@@ -294,6 +295,23 @@ mod tests {
         for model in ["models/nano-kimi", "tests/fixtures/tiny-odd", "tests/fixtures/stories260k"] {
             let (stored, plans) = plans(model, 1, 64);
             assert_eq!(plans[0].weights(), stored, "{model}: {}", plans[0]);
+        }
+    }
+
+    /// Experts in INT4 whose sides are multiples of 128 need no lanes.
+    #[test]
+    fn products_that_decode_take_what_fits_them() {
+        for (model, fits) in [("models/nano-kimi", true), ("tests/fixtures/tiny-odd", false)] {
+            let dir = repository(model);
+            let spec = TargetSpec::read(&dir).unwrap();
+            let source = Source::Checkpoint(Checkpoint::open(&dir).unwrap());
+            let plans = EngineOptions::new(&dir).plans(&spec).unwrap();
+            let grouped = |decodes| {
+                let (plan, dtype) = (&plans[0], Dtype::Bf16);
+                let load = Load { spec: &spec, plan, source: &source, dtype, tokens: 64, decodes };
+                expert_sizes(&load, spec.moe.as_ref().unwrap()).grouped
+            };
+            assert_eq!([grouped(true), grouped(false)], [fits, false], "{model}");
         }
     }
 
