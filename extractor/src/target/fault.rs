@@ -36,6 +36,8 @@ pub(crate) enum Kind {
     Panic,
     Error,
     Hang,
+    /// The device of the rank hangs.
+    Stall,
     /// The rank runs another batch than it was sent.
     Desync,
     OutOfMemory,
@@ -102,6 +104,7 @@ impl<W: RankWorker> RankWorker for Faulty<W> {
                     let tokens = request.ids.len();
                     return Err(TargetError::OutOfMemory { rank: self.rank, tokens });
                 }
+                Kind::Stall => self.worker.stall(),
                 Kind::Value(..) => {}
             }
         }

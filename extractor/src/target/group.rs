@@ -31,6 +31,8 @@ pub struct RankGroup {
     ranks: Ranks,
     /// Tokens in every cache.
     caches: HashMap<CacheId, usize>,
+    /// Bytes of device memory that each rank is planned to take; none on the CPU.
+    planned: Vec<u64>,
     /// All ranks of the group are here.
     whole: bool,
     /// Batches go in two halves where the ranks are several.
@@ -62,11 +64,15 @@ impl RankGroup {
         let plans = options.plans(&spec)?;
         let source = Source::Checkpoint(Checkpoint::open(&options.dir)?);
         let overlaps = options.device == Device::Cuda;
+        let planned = match options.device {
+            Device::Cpu => Vec::new(),
+            Device::Cuda => cuda::planned(options, &spec, &plans, &source),
+        };
         let ranks = match options.device {
             Device::Cpu => start_cpu(options, &spec, &plans, source)?,
             Device::Cuda => cuda::start(options, &spec, &plans, source)?,
         };
-        Ok(Self { spec, plans, ranks, caches: HashMap::new(), whole: true, overlaps })
+        Ok(Self { spec, plans, ranks, caches: HashMap::new(), planned, whole: true, overlaps })
     }
 
     /// Starts `gpus` ranks on GPUs with random weights in the dimensions of `spec`, for benches.
@@ -87,8 +93,15 @@ impl RankGroup {
             });
         }
         let plans = plans.drain(first..first + gpus).collect::<Vec<_>>();
+        let planned = cuda::planned(options, &spec, &plans, &Source::Random);
         let ranks = cuda::start_shape(options, &spec, &plans)?;
-        Ok(Self { spec, plans, ranks, caches: HashMap::new(), whole: false, overlaps: true })
+        let (whole, overlaps) = (false, true);
+        Ok(Self { spec, plans, ranks, caches: HashMap::new(), planned, whole, overlaps })
+    }
+
+    /// Bytes of device memory that each rank is planned to take; none on the CPU.
+    pub fn planned_bytes(&self) -> &[u64] {
+        &self.planned
     }
 
     /// Shares of the ranks.

@@ -27,7 +27,7 @@ pub use cudarc;
 pub use dequant::{Fp8BlockWeight, Int4Weight, Nvfp4Weight};
 pub use error::CudaError;
 pub use loader::{Arch, CudaKernels, SOURCES, TRAIN_SOURCES, compile, context, device_count};
-pub use memory::{DeviceBuffer, PinnedBuffer, copy_on_device, download, upload};
+pub use memory::{DeviceBuffer, PinnedBuffer, allocations, copy_on_device, download, upload};
 pub use moe::{Permutation, RouteRule, RoutingViews};
 pub use rows::{LatentHeads, RopeView};
 pub use shared_stream::{PartTimer, SharedStream};

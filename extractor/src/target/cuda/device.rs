@@ -75,6 +75,20 @@ impl Device {
         self.context.new_event(None).map_err(driver("make an event"))
     }
 
+    /// Lets the compute stream wait for a value that nobody writes, as a kernel that never ends.
+    #[cfg(test)]
+    pub(super) fn stall(&self) {
+        use kernels::cuda::DeviceBuffer;
+        use kernels::cuda::cudarc::driver::sys;
+        let never = DeviceBuffer::from_slice(&self.compute, &[0u32; 4]).unwrap();
+        self.settle("stall").unwrap();
+        // SAFETY: the address stays valid, for the memory is given up without being freed.
+        let answer =
+            unsafe { sys::cuStreamWaitValue32_v2(self.compute.cu_stream(), never.address(), 1, 1) };
+        assert_eq!(answer, sys::CUresult::CUDA_SUCCESS);
+        std::mem::forget(never);
+    }
+
     /// Waits for all work on the compute stream.
     pub(super) fn settle(&self, doing: &'static str) -> Result<(), TargetError> {
         let event = self.doing(doing, self.event())?;

@@ -2,10 +2,13 @@
 //! knows no driver.
 
 use std::fmt;
+use std::sync::Arc;
 
 use kernels::cuda::Dtype;
+use kernels::cuda::cudarc::driver::CudaContext;
+use shared::StateDtype;
 
-use super::capture;
+use super::capture::Form;
 use super::device::{Device, driver};
 use super::experts::{ExpertSizes, LANES};
 use super::gemm::{WORKSPACE_BYTES, padded_rows};
@@ -31,6 +34,20 @@ pub(super) struct Load<'a> {
     pub(super) dtype: Dtype,
     /// Tokens of the largest batch.
     pub(super) tokens: usize,
+    /// How captured states are stored.
+    pub(super) states: StateDtype,
+}
+
+impl Load<'_> {
+    /// How captured rows travel.
+    pub(super) fn captured(&self) -> Form {
+        Form::new(self.dtype, self.spec.hidden_size, self.states)
+    }
+
+    /// Rows of a layer that this rank captures.
+    pub(super) fn share(&self) -> usize {
+        self.tokens.div_ceil(self.plan.world_size)
+    }
 }
 
 /// Bytes by use.
@@ -58,8 +75,7 @@ impl MemoryPlan {
         let rooms = rooms(load.spec, load.plan).0;
         let rooms = rooms.into_iter().filter(|room| room.width > 0);
         lines.extend(rooms.map(|room| (room.name, room_bytes(&room, load.dtype, tokens))));
-        let share = tokens.div_ceil(load.plan.world_size) * load.spec.hidden_size * size;
-        lines.push(("captured rows", (capture::piece(share) * capture::SLOTS) as u64));
+        lines.push(("captured rows", load.captured().all_bytes(load.share()) as u64));
         lines.push(("positions and ids", inputs(load.spec, tokens).iter().sum::<usize>() as u64));
         let products = if load.spec.moe.is_some() { 1 + LANES } else { 1 };
         lines.push(("workspace of products", (products * WORKSPACE_BYTES) as u64));
@@ -96,6 +112,30 @@ pub(super) fn require(device: &Device, plan: &MemoryPlan) -> Result<(), TargetEr
         });
     }
     Ok(())
+}
+
+/// An error of the start, with the numbers where it says that memory is short.
+pub(super) fn explained(
+    error: TargetError,
+    context: &Arc<CudaContext>,
+    load: &Load<'_>,
+) -> TargetError {
+    let (rank, memory) = match (&error, context.mem_get_info()) {
+        (TargetError::Cuda { rank, source, .. }, Ok(memory)) if source.is_out_of_memory() => {
+            (*rank, memory)
+        }
+        _ => return error,
+    };
+    let plan = MemoryPlan::new(load);
+    let (free, total) = memory;
+    TargetError::Memory {
+        rank,
+        needed: gib(plan.total()),
+        free: format!("with a part of that taken {}", gib(free as u64)),
+        total: gib(total as u64),
+        tokens: plan.tokens,
+        plan: plan.to_string(),
+    }
 }
 
 impl fmt::Display for MemoryPlan {
@@ -236,8 +276,8 @@ mod tests {
         let options = EngineOptions { tp, ..EngineOptions::new(&dir) };
         let plans = options.plans(&spec).unwrap();
         let plan = |plan| {
-            let dtype = Dtype::Bf16;
-            MemoryPlan::new(&Load { spec: &spec, plan, source: &source, dtype, tokens })
+            let (dtype, states) = (Dtype::Bf16, StateDtype::Bf16);
+            MemoryPlan::new(&Load { spec: &spec, plan, source: &source, dtype, tokens, states })
         };
         (stored(&dir), plans.iter().map(plan).collect())
     }

@@ -3,13 +3,14 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kernels::cuda::cudarc::driver::CudaContext;
 use kernels::cuda::cudarc::driver::result::DriverError;
 use kernels::cuda::cudarc::driver::sys::CUresult;
 use kernels::cuda::{CudaError, Dtype, device_count};
 
 use super::CudaOps;
 use super::device::Device;
-use super::memory::Load;
+use super::memory::{Load, MemoryPlan};
 use super::nccl::NcclGroup;
 use crate::target::CacheId;
 use crate::target::collective::{Collective, Solo};
@@ -36,13 +37,69 @@ impl RankWorker for CudaRank {
     ) -> Result<ForwardOutput, TargetError> {
         self.model.collective().set_deadline(deadline);
         self.model.ops().device.deadline = deadline;
-        let output = self.model.forward(request)?;
+        let output = self.model.forward(request);
+        let output = output.map_err(|error| error.of_batch(request.ids.len()))?;
         output.trace_shapes(self.rank, batch);
         Ok(output)
     }
 
     fn drop_cache(&mut self, id: CacheId) {
         self.model.drop_cache(id);
+    }
+
+    #[cfg(test)]
+    fn stall(&mut self) {
+        self.model.ops().device.stall();
+    }
+}
+
+/// Bytes that each rank is planned to take, from its context on.
+pub(in crate::target) fn planned(
+    options: &EngineOptions,
+    spec: &TargetSpec,
+    plans: &[RankPlan],
+    source: &Source,
+) -> Vec<u64> {
+    let (tokens, states) = (options.batch_tokens.max(1), options.states);
+    let dtype = dtype(options);
+    let total = |plan| MemoryPlan::new(&Load { spec, plan, source, dtype, tokens, states }).total();
+    plans.iter().map(total).collect()
+}
+
+fn dtype(options: &EngineOptions) -> Dtype {
+    match options.compute.on(options.device) {
+        Compute::F32 => Dtype::F32,
+        Compute::Bf16 | Compute::Auto => Dtype::Bf16,
+    }
+}
+
+/// Free bytes of the first GPU, watched from before anything is taken.
+pub struct FreeMemory {
+    context: Arc<CudaContext>,
+    before: usize,
+}
+
+impl FreeMemory {
+    /// Looks at the first GPU, whose context is made for it and stays.
+    pub fn watch() -> Result<Self, TargetError> {
+        require_gpus(1)?;
+        let asked = |source| TargetError::Cuda { rank: 0, doing: "ask for free memory", source };
+        let context = kernels::cuda::context(0).map_err(asked)?;
+        let memory = context.mem_get_info().map_err(super::device::driver("ask for free memory"));
+        let (before, _) = memory.map_err(asked)?;
+        Ok(Self { context, before })
+    }
+
+    /// Bytes taken since, by everybody.
+    pub fn taken(&self) -> Result<u64, TargetError> {
+        let memory = self.context.mem_get_info();
+        let memory = memory.map_err(super::device::driver("ask for free memory"));
+        let (free, _) = memory.map_err(|source| TargetError::Cuda {
+            rank: 0,
+            doing: "ask for free memory",
+            source,
+        })?;
+        Ok(self.before.saturating_sub(free) as u64)
     }
 }
 
@@ -101,10 +158,10 @@ fn start_ranks(
     let (spec, plans) = (spec.clone(), plans.to_vec());
     let (tokens, qa_norm_eps, limit) =
         (options.batch_tokens.max(1), options.qa_norm_eps, options.deadline);
-    let dtype = match options.compute.on(options.device) {
-        Compute::F32 => Dtype::F32,
-        Compute::Bf16 | Compute::Auto => Dtype::Bf16,
-    };
+    let states = options.states;
+    #[cfg(test)]
+    let faults = options.faults.clone();
+    let dtype = dtype(options);
     Ranks::start(plans.len(), options.deadline, end, move |rank| {
         let device = Device::open(rank, dtype, limit)?;
         let collective: Box<dyn Collective<_>> = match &group {
@@ -112,12 +169,18 @@ fn start_ranks(
             Some(group) => Box::new(group.connect(rank, &device.compute)?),
         };
         let plan = plans[rank].clone();
-        let load = Load { spec: &spec, plan: &plan, source: &source, dtype, tokens };
-        let ops = CudaOps::new(device, &load)?;
+        let context = Arc::clone(&device.context);
+        let load = Load { spec: &spec, plan: &plan, source: &source, dtype, tokens, states };
+        let explained = |error| super::memory::explained(error, &context, &load);
+        let ops = CudaOps::new(device, &load).map_err(explained)?;
+        let plan = plan.clone();
         let parts = Parts { ops, collective, source: &source, spec: &spec, plan, qa_norm_eps };
-        let mut model = Model::load(parts)?;
+        let mut model = Model::load(parts).map_err(explained)?;
         model.ops().finish_loading()?;
-        Ok(CudaRank { model, rank })
+        let worker = CudaRank { model, rank };
+        #[cfg(test)]
+        let worker = crate::target::fault::Faulty { worker, rank, faults: faults.clone() };
+        Ok(worker)
     })
 }
 
