@@ -7,7 +7,7 @@ use shared::{LayerIndex, Verify, audit};
 
 use super::*;
 use crate::config::LayerChoice;
-use crate::target::fault::{Fault, Kind, When};
+use crate::target::fault::{Fault, Kind, Spoil, When};
 use crate::target::{self, EngineOptions, RankGroup, TargetError, TargetModel};
 
 /// Tokens of every line's sample, in order. Two lines make a batch.
@@ -44,7 +44,8 @@ fn run_config(config: &ExtractConfig, faults: &[Fault]) -> Result<RunReport, Pip
     let open = |options: &EngineOptions| -> Result<Box<dyn TargetModel>, TargetError> {
         let mut options = options.clone();
         options.faults = faults.to_vec();
-        if faults.iter().any(|fault| [Kind::Hang, Kind::Stall].contains(&fault.kind)) {
+        if faults.iter().any(|fault| [Kind::Hang, Kind::Device(Spoil::Hangs)].contains(&fault.kind))
+        {
             options.deadline = Duration::from_secs(2);
         }
         Ok(Box::new(RankGroup::open(&options)?))
@@ -260,33 +261,41 @@ fn on_a_gpu_a_batch_that_can_never_fit_is_refused_at_the_start() {
     assert_eq!(lines(dir.path()), (0, 0, 8));
 }
 
-/// Not a test of its own: a run on a GPU that hangs, in a process whose orderly end hangs.
+/// Not a test of its own: a run on a GPU that fails, in a process whose orderly end hangs.
 #[test]
 #[ignore = "needs a GPU, and another test to start it"]
 fn child_on_gpu() {
     let Ok(dir) = std::env::var("AERIE_HANGING_RUN") else { return };
+    let how = match std::env::var("AERIE_SPOIL").as_deref() {
+        Ok("hangs") => Spoil::Hangs,
+        _ => Spoil::BadAddress,
+    };
     target::hang_at_exit();
-    let stalled = Fault { rank: 0, when: When::HasSequence(24), kind: Kind::Stall };
-    let error = run_config(&config_on_gpu(Path::new(&dir)), &[stalled]).unwrap_err();
+    let fault = Fault { rank: 0, when: When::HasSequence(24), kind: Kind::Device(how) };
+    let error = run_config(&config_on_gpu(Path::new(&dir)), &[fault]).unwrap_err();
     println!("{error}");
     target::exit_at_once(error.exit_code());
 }
 
 #[test]
 #[ignore = "needs a GPU"]
-fn a_gpu_that_hangs_does_not_keep_the_process() {
-    let dir = tempfile::tempdir().unwrap();
-    let started = Instant::now();
-    let output = std::process::Command::new(std::env::current_exe().unwrap())
-        .args(["--ignored", "--exact", "pipeline::tests::child_on_gpu", "--nocapture"])
-        .env("AERIE_HANGING_RUN", dir.path())
-        .output()
-        .unwrap();
-    println!("the process ended after {:.1} s", started.elapsed().as_secs_f64());
-    assert_eq!(output.status.code(), Some(75), "{output:?}");
-    assert_eq!(lines(dir.path()), (4, 0, 4));
-    run_config(&config_on_gpu(dir.path()), &[]).unwrap();
-    assert_eq!(lines(dir.path()), (8, 0, 0));
+fn a_gpu_that_fails_or_hangs_does_not_keep_the_process() {
+    for how in ["fails", "hangs"] {
+        let dir = tempfile::tempdir().unwrap();
+        let started = Instant::now();
+        let output = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--ignored", "--exact", "pipeline::tests::child_on_gpu", "--nocapture"])
+            .env("AERIE_HANGING_RUN", dir.path())
+            .env("AERIE_SPOIL", how)
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        println!("{how}: {:.1} s, {said}", started.elapsed().as_secs_f64());
+        assert_eq!(output.status.code(), Some(75), "{output:?}");
+        assert_eq!(lines(dir.path()), (4, 0, 4), "{how}");
+        run_config(&config_on_gpu(dir.path()), &[]).unwrap();
+        assert_eq!(lines(dir.path()), (8, 0, 0), "{how}");
+    }
 }
 
 /// The same rows in e4m3 from the GPU and from its plain twin on the CPU, within the noise of the

@@ -45,9 +45,9 @@ pub(super) trait RankWorker {
     /// Forgets a cache.
     fn drop_cache(&mut self, id: CacheId);
 
-    /// Makes the device hang, in tests on one.
+    /// Does something to the device, in tests on one.
     #[cfg(test)]
-    fn stall(&mut self) {}
+    fn spoil(&mut self, _how: super::fault::Spoil) {}
 
     /// Digest of the batch as this rank has it.
     fn received(&self, request: &ForwardRequest) -> Digest {

@@ -2,8 +2,9 @@
 
 use serde::Serialize;
 use sqlx::Row;
-use sqlx::sqlite::SqliteConnection;
+use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
+use super::rows::number;
 use super::{Manifest, ManifestError};
 use crate::contract::LayerIndex;
 use crate::sample::SampleId;
@@ -32,19 +33,23 @@ impl Manifest {
             }
             let rows = sqlx::query(
                 "SELECT layer, count(*), sum(tokens * error * error) / sum(tokens), max(error) \
-                 FROM storage_error JOIN sample ON sample.id = sample GROUP BY layer ORDER BY layer",
+                 FROM storage_error JOIN sample ON sample.id = sample \
+                 GROUP BY layer ORDER BY layer",
             )
             .fetch_all(conn)
             .await?;
-            rows.iter()
-                .map(|row| {
-                    let layer = LayerIndex(super::rows::number(row, 0)?);
-                    let (samples, square) = (super::rows::number(row, 1)?, row.try_get::<f64, _>(2)?);
-                    Ok(StorageError { layer, samples, error: square.sqrt(), worst: row.try_get(3)? })
-                })
-                .collect()
+            rows.iter().map(storage_error).collect()
         })
     }
+}
+
+fn storage_error(row: &SqliteRow) -> Result<StorageError, sqlx::Error> {
+    Ok(StorageError {
+        layer: LayerIndex(number(row, 0)?),
+        samples: number(row, 1)?,
+        error: row.try_get::<f64, _>(2)?.sqrt(),
+        worst: row.try_get(3)?,
+    })
 }
 
 pub(super) async fn insert(

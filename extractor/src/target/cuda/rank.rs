@@ -48,8 +48,8 @@ impl RankWorker for CudaRank {
     }
 
     #[cfg(test)]
-    fn stall(&mut self) {
-        self.model.ops().device.stall();
+    fn spoil(&mut self, how: crate::target::fault::Spoil) {
+        self.model.ops().device.spoil(how);
     }
 }
 
