@@ -1,6 +1,7 @@
 //! Signals, the writer's lock and closed pipes on the real binaries.
 
 #![allow(clippy::unwrap_used, clippy::disallowed_methods, reason = "a failed test may panic")]
+#![allow(clippy::print_stdout, reason = "measured times")]
 
 use std::fs;
 use std::path::Path;
