@@ -1,6 +1,7 @@
 //! The states of one batch, as the target returns them. Knows nothing of files.
 
 use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
 
 use half::bf16;
 use shared::{LayerIndex, StateDtype, StateRows, fp8};
@@ -45,6 +46,8 @@ pub enum LayerRows {
         /// multiplier squared.
         errors: Vec<[f32; 2]>,
     },
+    /// Pieces of one number format, end to end, as they came from the ranks.
+    Pieces(Vec<LayerRows>),
 }
 
 impl LayerRows {
@@ -54,6 +57,7 @@ impl LayerRows {
             Self::F32(values) => values.len(),
             Self::Bf16(values) => values.len(),
             Self::Fp8 { codes, .. } => codes.len(),
+            Self::Pieces(pieces) => pieces.iter().map(Self::len).sum(),
         }
     }
 
@@ -68,6 +72,7 @@ impl LayerRows {
             Self::F32(values) => size_of_val(values.as_slice()),
             Self::Bf16(values) => size_of_val(values.as_slice()),
             Self::Fp8 { codes, scales, .. } => codes.len() + size_of_val(scales.as_slice()),
+            Self::Pieces(pieces) => pieces.iter().map(Self::bytes).sum(),
         }
     }
 
@@ -77,6 +82,7 @@ impl LayerRows {
             Self::F32(_) => "f32",
             Self::Bf16(_) => "bf16",
             Self::Fp8 { .. } => "fp8",
+            Self::Pieces(pieces) => pieces.first().map_or("f32", Self::dtype),
         }
     }
 
@@ -86,6 +92,7 @@ impl LayerRows {
             Self::F32(values) => values.clone(),
             Self::Bf16(values) => values.iter().map(|value| value.to_f32()).collect(),
             Self::Fp8 { codes, scales, .. } => fp8::dequantize_rows(codes, scales),
+            Self::Pieces(pieces) => pieces.iter().flat_map(Self::to_f32).collect(),
         }
     }
 
@@ -119,25 +126,137 @@ impl LayerRows {
                 let (codes, scales) = (codes[range].to_vec(), scales[rows].to_vec());
                 (StateRows::Fp8 { codes, scales }, Some(error))
             }
+            (Self::Pieces(pieces), _) => {
+                let mut first = 0;
+                for piece in pieces {
+                    let last = first + piece.len() / hidden_size;
+                    if first <= rows.start && rows.end <= last {
+                        let own = rows.start - first..rows.end - first;
+                        return piece.store(own, hidden_size, dtype);
+                    }
+                    first = last;
+                }
+                let values = Self::cut(pieces, &rows, hidden_size);
+                values.store(0..rows.len(), hidden_size, dtype)
+            }
         }
     }
 
-    /// Appends rows of the same number format; gives them back if theirs is another.
-    pub(crate) fn append(&mut self, more: Self) -> Result<(), Self> {
-        match (self, more) {
-            (Self::F32(values), Self::F32(more)) => values.extend_from_slice(&more),
-            (Self::Bf16(values), Self::Bf16(more)) => values.extend_from_slice(&more),
-            (
-                Self::Fp8 { codes, scales, errors },
-                Self::Fp8 { codes: more, scales: more_scales, errors: more_errors },
-            ) => {
-                codes.extend_from_slice(&more);
-                scales.extend_from_slice(&more_scales);
-                errors.extend_from_slice(&more_errors);
+    /// The rows numbered `rows`, `width` wide, which go across pieces.
+    fn cut(pieces: &[Self], rows: &Range<usize>, width: usize) -> Self {
+        let mut cut: Option<Self> = None;
+        let mut first = 0;
+        for piece in pieces {
+            let held = piece.len() / width;
+            let start = rows.start.clamp(first, first + held) - first;
+            let end = rows.end.clamp(first, first + held) - first;
+            first += held;
+            if start == end {
+                continue;
             }
-            (_, more) => return Err(more),
+            let part = piece.part(start..end, width);
+            match (&mut cut, part) {
+                (none @ None, part) => *none = Some(part),
+                (Some(Self::F32(values)), Self::F32(more)) => values.extend(more),
+                (Some(Self::Bf16(values)), Self::Bf16(more)) => values.extend(more),
+                (
+                    Some(Self::Fp8 { codes, scales, errors }),
+                    Self::Fp8 { codes: more, scales: more_scales, errors: more_errors },
+                ) => {
+                    codes.extend(more);
+                    scales.extend(more_scales);
+                    errors.extend(more_errors);
+                }
+                // Pieces are of one format.
+                _ => {}
+            }
         }
-        Ok(())
+        cut.unwrap_or_default()
+    }
+
+    /// A copy of some rows of a piece.
+    fn part(&self, rows: Range<usize>, width: usize) -> Self {
+        let range = rows.start * width..rows.end * width;
+        match self {
+            Self::F32(values) => Self::F32(values[range].to_vec()),
+            Self::Bf16(values) => Self::Bf16(values[range].to_vec()),
+            Self::Fp8 { codes, scales, errors } => Self::Fp8 {
+                codes: codes[range].to_vec(),
+                scales: scales[rows.clone()].to_vec(),
+                errors: errors[rows].to_vec(),
+            },
+            Self::Pieces(pieces) => Self::cut(pieces, &rows, width),
+        }
+    }
+
+    /// Gives the memory to rows that come later: pages that are new to a process cost more than
+    /// the copy into them.
+    fn recycle(self) {
+        match self {
+            Self::F32(values) => F32_MEMORY.put(values),
+            Self::Bf16(values) => BF16_MEMORY.put(values),
+            Self::Fp8 { codes, .. } => CODE_MEMORY.put(codes),
+            Self::Pieces(pieces) => pieces.into_iter().for_each(Self::recycle),
+        }
+    }
+
+    /// Copies f32 values.
+    pub(crate) fn copy_f32(values: &[f32]) -> Self {
+        Self::F32(F32_MEMORY.copy(values))
+    }
+
+    /// Copies fp8 rows.
+    pub(crate) fn copy_fp8(codes: &[u8], scales: &[f32], errors: &[[f32; 2]]) -> Self {
+        let (scales, errors) = (scales.to_vec(), errors.to_vec());
+        Self::Fp8 { codes: CODE_MEMORY.copy(codes), scales, errors }
+    }
+
+    /// Copies bf16 values.
+    pub(crate) fn copy_bf16(values: &[bf16]) -> Self {
+        Self::Bf16(BF16_MEMORY.copy(values))
+    }
+}
+
+impl Capture {
+    /// Drops the states; their memory is used again for the next.
+    pub fn recycle(self) {
+        self.layers.into_iter().for_each(|layer| layer.rows.recycle());
+    }
+}
+
+/// Memory of rows that nobody needs any more.
+struct Memory<T>(Mutex<Vec<Vec<T>>>);
+
+static F32_MEMORY: Memory<f32> = Memory(Mutex::new(Vec::new()));
+static CODE_MEMORY: Memory<u8> = Memory(Mutex::new(Vec::new()));
+static BF16_MEMORY: Memory<bf16> = Memory(Mutex::new(Vec::new()));
+
+/// Pieces kept: those of a few batches, with a hundred layers on eight ranks.
+const PIECES_MAX: usize = 4096;
+
+impl<T: Copy> Memory<T> {
+    fn put(&self, values: Vec<T>) {
+        let mut free = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if free.len() < PIECES_MAX && values.capacity() > 0 {
+            free.push(values);
+        }
+    }
+
+    fn copy(&self, values: &[T]) -> Vec<T> {
+        let mut free = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let fits = |memory: &Vec<T>| memory.capacity() >= values.len();
+        // Where none is large enough, one that is too small makes room.
+        let mut memory = match free.iter().rposition(fits) {
+            Some(index) => free.swap_remove(index),
+            None => {
+                drop(free.pop());
+                Vec::new()
+            }
+        };
+        drop(free);
+        memory.clear();
+        memory.extend_from_slice(values);
+        memory
     }
 }
 
@@ -151,5 +270,50 @@ fn quantise(values: &[f32], hidden_size: usize) -> (StateRows, Option<f64>) {
 impl Default for LayerRows {
     fn default() -> Self {
         Self::F32(Vec::new())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Samples inside a piece, across two, and across all.
+    #[test]
+    fn pieces_store_what_the_whole_stores() {
+        let values: Vec<f32> = (0..24).map(|value| value as f32 / 4.0 - 3.0).collect();
+        let bf16s: Vec<bf16> = values.iter().map(|&value| bf16::from_f32(value)).collect();
+        let cuts = [0, 2, 2, 14, 24];
+        let pieces = |of: &dyn Fn(Range<usize>) -> LayerRows| {
+            LayerRows::Pieces(cuts.windows(2).map(|cut| of(cut[0]..cut[1])).collect())
+        };
+        for (whole, pieces) in [
+            (LayerRows::F32(values.clone()), pieces(&|cut| LayerRows::F32(values[cut].to_vec()))),
+            (LayerRows::Bf16(bf16s.clone()), pieces(&|cut| LayerRows::Bf16(bf16s[cut].to_vec()))),
+        ] {
+            assert_eq!((pieces.len(), pieces.bytes()), (whole.len(), whole.bytes()));
+            assert_eq!((pieces.dtype(), pieces.to_f32()), (whole.dtype(), whole.to_f32()));
+            for range in [0..2, 0..24, 2..14, 4..10, 12..18, 22..24, 6..6] {
+                for dtype in [StateDtype::Bf16, StateDtype::Fp8] {
+                    let (a, b) = (
+                        whole.store(range.clone(), 2, dtype),
+                        pieces.store(range.clone(), 2, dtype),
+                    );
+                    assert_eq!(a, b, "{range:?} {dtype:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn memory_is_used_again_and_values_are_the_new_ones() {
+        let memory = Memory(Mutex::new(Vec::new()));
+        let first = memory.copy(&[1.0, 2.0, 3.0]);
+        let address = first.as_ptr();
+        memory.put(first);
+        let second = memory.copy(&[4.0, 5.0]);
+        assert_eq!((second.as_ptr(), second.as_slice()), (address, &[4.0, 5.0][..]));
+        memory.put(second);
+        assert_eq!(memory.copy(&[7.0; 100]), [7.0; 100]);
+        assert!(memory.0.lock().unwrap().is_empty());
     }
 }

@@ -14,8 +14,8 @@ use super::error::TargetError;
 use super::experts::ExpertScratch;
 use super::model::{Stage, StageClock, StageTimes};
 use super::ops::{
-    AttentionDims, Expert, ExpertShare, HeldExperts, LatentDims, Ops, Room, RouteRule,
-    RouterChoice, Write,
+    AttentionDims, Expert, ExpertShare, HeldExperts, LatentDims, Norm, Ops, Parts, Room, RouteRule,
+    RouterChoice, Rows, Write,
 };
 use super::source::Source;
 use super::spec::RopeSpec;
@@ -108,8 +108,6 @@ impl Ops for CpuOps {
     type Experts = HeldExperts<CpuLinear>;
     type GateUp = [CpuLinear; 2];
     type Captured = LayerRows;
-
-    const SHARES_CAPTURE: bool = false;
 
     fn buffer(&mut self, _room: Room) -> Result<Vec<f32>, TargetError> {
         Ok(Vec::new())
@@ -261,10 +259,11 @@ impl Ops for CpuOps {
     fn matmul(
         &mut self,
         out: &mut Vec<f32>,
-        x: &Vec<f32>,
+        x: Rows<'_, Vec<f32>>,
         weight: &CpuLinear,
         write: Write,
     ) -> Result<(), TargetError> {
+        let x = x.values(weight.input);
         if write == Write::Set {
             out.resize(x.len() / weight.input * weight.out, 0.0);
         }
@@ -289,21 +288,61 @@ impl Ops for CpuOps {
         Ok(())
     }
 
-    fn add(&mut self, x: &mut Vec<f32>, y: &Vec<f32>) -> Result<(), TargetError> {
-        self.for_rows(x, 64, |row, x| {
-            x.iter_mut().zip(&y[row * 64..]).for_each(|(x, y)| *x += y);
+    fn add_parts(
+        &mut self,
+        x: &mut Vec<f32>,
+        parts: &Parts<'_, Vec<f32>>,
+        write: Write,
+        norm: Option<Norm<'_, Vec<f32>>>,
+    ) -> Result<(), TargetError> {
+        let Parts { own, received, rank, ranks, rows, width } = parts;
+        let size = rows.len() * width;
+        if write == Write::Set {
+            x.clear();
+            x.resize(size, 0.0);
+        }
+        let part = |from: usize, first: usize, len: usize| match from == *rank {
+            true => &own[(rows.start + first) * width..][..len],
+            false => &received[from * size + first * width..][..len],
+        };
+        self.for_rows(x, *width, |first, x| {
+            let mut sum = vec![0.0; x.len()];
+            for from in 0..*ranks {
+                let part = part(from, first, x.len());
+                sum.iter_mut().zip(part).for_each(|(sum, part)| *sum += part);
+            }
+            x.iter_mut().zip(sum).for_each(|(x, sum)| *x += sum);
         });
+        match norm {
+            None => Ok(()),
+            Some(Norm { out, weight, eps }) => self.rms_norm(out, x, weight, eps),
+        }
+    }
+
+    fn mark(&mut self, _half: usize) -> Result<(), TargetError> {
+        Ok(())
+    }
+
+    fn aside(&mut self, _half: usize) -> Result<(), TargetError> {
+        Ok(())
+    }
+
+    fn abreast(&mut self, _half: usize) -> Result<(), TargetError> {
+        Ok(())
+    }
+
+    fn join(&mut self, _half: usize) -> Result<(), TargetError> {
         Ok(())
     }
 
     fn gated(
         &mut self,
         (gate, up): (&mut Vec<f32>, &mut Vec<f32>),
-        x: &Vec<f32>,
+        Rows { of, range }: Rows<'_, Vec<f32>>,
         [gate_weight, up_weight]: &[CpuLinear; 2],
     ) -> Result<(), TargetError> {
-        self.matmul(gate, x, gate_weight, Write::Set)?;
-        self.matmul(up, x, up_weight, Write::Set)?;
+        self.matmul(gate, Rows { of, range: range.clone() }, gate_weight, Write::Set)?;
+        self.matmul(up, Rows { of, range }, up_weight, Write::Set)?;
         self.for_rows(gate, 512, |row, gate| {
             activation::silu_mul(gate, &up[row * 512..][..gate.len()]);
         });
@@ -454,12 +493,30 @@ impl Ops for CpuOps {
 
     fn experts(
         &mut self,
-        out: &mut Vec<f32>,
         x: &Vec<f32>,
         routing: &CpuRouting,
         held: &HeldExperts<CpuLinear>,
     ) -> Result<(), TargetError> {
-        self.scratch.run((out, x), routing, held, self.threads);
+        self.scratch.run(x, routing, held, self.threads);
         Ok(())
+    }
+
+    fn combine(
+        &mut self,
+        out: &mut Vec<f32>,
+        routing: &CpuRouting,
+        rows: Range<usize>,
+    ) -> Result<(), TargetError> {
+        self.scratch.combine(out, routing, rows, self.threads);
+        Ok(())
+    }
+}
+
+impl Rows<'_, Vec<f32>> {
+    fn values(&self, width: usize) -> &[f32] {
+        match &self.range {
+            None => self.of,
+            Some(rows) => &self.of[rows.start * width..rows.end * width],
+        }
     }
 }

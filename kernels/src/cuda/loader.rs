@@ -14,8 +14,21 @@ use super::{CudaError, Launcher, Shape};
 
 const COMMON: &str = include_str!("../../cuda/common.cuh");
 
+/// The text of a source that needs a header beside common.cuh.
+macro_rules! after {
+    ($header:literal, $file:literal) => {
+        concat!(
+            include_str!(concat!("../../cuda/", $header)),
+            "\n#line 1 \"",
+            $file,
+            "\"\n",
+            include_str!(concat!("../../cuda/", $file))
+        )
+    };
+}
+
 /// Every source file: name and text. Each is compiled after common.cuh.
-pub const SOURCES: [(&str, &str); 9] = [
+pub const SOURCES: [(&str, &str); 10] = [
     ("rows.cu", include_str!("../../cuda/rows.cu")),
     ("norm.cu", include_str!("../../cuda/norm.cu")),
     ("rope.cu", include_str!("../../cuda/rope.cu")),
@@ -23,8 +36,9 @@ pub const SOURCES: [(&str, &str); 9] = [
     ("dequant.cu", include_str!("../../cuda/dequant.cu")),
     ("stats.cu", include_str!("../../cuda/stats.cu")),
     ("attention_any.cu", include_str!("../../cuda/attention_any.cu")),
-    ("attention_mma.cu", include_str!("../../cuda/attention_mma.cu")),
-    ("attention_wgmma.cu", include_str!("../../cuda/attention_wgmma.cu")),
+    ("attention_mma.cu", after!("mma.cuh", "attention_mma.cu")),
+    ("attention_wgmma.cu", after!("hopper.cuh", "attention_wgmma.cu")),
+    ("experts_wgmma.cu", after!("hopper.cuh", "experts_wgmma.cu")),
 ];
 
 /// The sources that training needs.

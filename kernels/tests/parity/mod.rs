@@ -5,12 +5,14 @@
 
 pub(crate) mod attention;
 pub(crate) mod dequant;
+pub(crate) mod experts;
 pub(crate) mod moe;
 pub(crate) mod products;
 pub(crate) mod rows;
 pub(crate) mod stats;
 
 use std::error::Error;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use half::bf16;
@@ -42,8 +44,9 @@ pub(crate) type Named = (&'static str, fn(&mut Gpu) -> Outcome);
 
 /// All comparisons, simple ones first.
 pub(crate) fn cases() -> Vec<Case> {
-    [rows::CASES, moe::CASES, dequant::CASES, stats::CASES, products::CASES, attention::CASES]
-        .into_iter()
+    let groups = [rows::CASES, moe::CASES, dequant::CASES, stats::CASES, products::CASES];
+    (groups.into_iter())
+        .chain([experts::CASES, attention::CASES])
         .flatten()
         .map(|&(name, run)| Case { name, run })
         .collect()
@@ -52,7 +55,8 @@ pub(crate) fn cases() -> Vec<Case> {
 impl Gpu {
     pub(crate) fn new(quick: bool) -> Result<Self, CudaError> {
         let context = kernels::cuda::context(0)?;
-        let kernels = CudaKernels::load(&context, None)?;
+        let cache = std::env::var_os("AERIE_KERNEL_CACHE").map(PathBuf::from);
+        let kernels = CudaKernels::load(&context, cache.as_deref())?;
         let stream = context
             .new_stream()
             .map_err(|source| CudaError::Driver { operation: "create a stream".into(), source })?;

@@ -67,7 +67,7 @@ impl Form {
         [scales, (scales + rows * size_of::<f32>()).next_multiple_of(PART_ALIGN)]
     }
 
-    /// Puts the rows at `address` into the snapshot, in the order of the compute stream.
+    /// Puts the rows at `address` into the snapshot, in the order of the current stream.
     fn take(
         &self,
         device: &Device,
@@ -76,7 +76,7 @@ impl Form {
     ) -> Result<(), CudaError> {
         let to = snapshot.address();
         if !self.fp8 {
-            return copy_on_device(&device.compute, to, address, self.bytes(rows));
+            return copy_on_device(device.stream(), to, address, self.bytes(rows));
         }
         let [scales, errors] = self.parts(rows);
         let x = DeviceMatrix::packed(address, [rows, self.width], self.dtype);
@@ -93,15 +93,15 @@ impl Form {
         let all = bytes.get(..self.bytes(rows)).unwrap_or_default();
         if self.fp8 {
             let [scales, errors] = self.parts(rows);
-            return LayerRows::Fp8 {
-                codes: all[..rows * self.width].to_vec(),
-                scales: bytemuck::cast_slice(&all[scales..scales + rows * 4]).to_vec(),
-                errors: bytemuck::cast_slice(&all[errors..]).to_vec(),
-            };
+            return LayerRows::copy_fp8(
+                &all[..rows * self.width],
+                bytemuck::cast_slice(&all[scales..scales + rows * 4]),
+                bytemuck::cast_slice(&all[errors..]),
+            );
         }
         match self.dtype {
-            Dtype::Bf16 => LayerRows::Bf16(bytemuck::cast_slice::<u8, bf16>(all).to_vec()),
-            Dtype::F32 => LayerRows::F32(bytemuck::cast_slice(all).to_vec()),
+            Dtype::Bf16 => LayerRows::copy_bf16(bytemuck::cast_slice::<u8, bf16>(all)),
+            Dtype::F32 => LayerRows::copy_f32(bytemuck::cast_slice(all)),
         }
     }
 }
@@ -168,7 +168,7 @@ impl CaptureLane {
     }
 
     /// Starts to copy `rows` rows of `width` values from a device address, in the order of the
-    /// compute stream.
+    /// current stream.
     pub(super) fn start(
         &mut self,
         device: &Device,
@@ -204,7 +204,7 @@ impl CaptureLane {
             let _ = free.recv();
         }
         form.take(device, &slot.snapshot, (address, rows))?;
-        slot.taken.record(&device.compute).map_err(driver("record an event"))?;
+        slot.taken.record(device.stream()).map_err(driver("record an event"))?;
         device.copy.wait(&slot.taken).map_err(driver("order streams"))?;
         let mut pinned = slot.pinned.lock().unwrap_or_else(PoisonError::into_inner);
         pinned.start_download(&device.copy, 0, (slot.snapshot.address(), bytes))?;
@@ -242,16 +242,9 @@ impl CudaCaptured {
     /// Waits for the rows.
     pub(super) fn wait(self) -> Result<LayerRows, CudaError> {
         let gone = || CudaError::Shape("the thread that takes captured rows has gone".to_owned());
-        let mut rows = LayerRows::default();
-        for piece in self.0 {
-            let piece = piece.recv().map_err(|_| gone())??;
-            if rows.is_empty() {
-                rows = piece;
-            } else if rows.append(piece).is_err() {
-                return Err(CudaError::Shape("pieces of two number formats".to_owned()));
-            }
-        }
-        Ok(rows)
+        let pieces = self.0.into_iter().map(|piece| piece.recv().map_err(|_| gone())?);
+        let mut pieces = pieces.collect::<Result<Vec<_>, CudaError>>()?;
+        Ok(if pieces.len() == 1 { pieces.remove(0) } else { LayerRows::Pieces(pieces) })
     }
 }
 

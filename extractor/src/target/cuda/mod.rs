@@ -1,5 +1,5 @@
 //! The device functions on an NVIDIA GPU. Memory is taken when the model is loaded, by a plan that
-//! is checked first. Knows nothing of layers; sums across GPUs are in [`nccl`].
+//! is checked first. Knows nothing of layers; rows cross GPUs in [`nccl`] or [`peers`].
 
 mod attention;
 mod buffer;
@@ -9,9 +9,12 @@ mod device;
 mod exit;
 mod experts;
 mod gemm;
+mod grouped;
 mod inputs;
+mod lanes;
 mod memory;
 mod nccl;
+mod peers;
 mod rank;
 mod routing;
 mod weights;
@@ -19,8 +22,8 @@ mod weights;
 use std::ops::Range;
 
 use kernels::cuda::{
-    DeviceBuffer, DeviceHeads, DeviceMatrix, DeviceVector, Dtype, LatentHeads, RopeView,
-    copy_on_device, download, upload,
+    DeviceBuffer, DeviceHeads, DeviceMatrix, DeviceVector, Dtype, LatentHeads, RankParts, RopeView,
+    RowNorm, copy_on_device, download, upload,
 };
 
 use self::buffer::{CudaBuffer, CudaLinear};
@@ -35,13 +38,14 @@ use self::experts::{CudaExperts, ExpertWork};
 use self::inputs::Inputs;
 use self::memory::{Load, MemoryPlan, precision, room_values};
 pub use self::rank::FreeMemory;
-pub(super) use self::rank::{ceiling, planned, start, start_shape};
+pub(super) use self::rank::{ceiling, start, start_shape};
 use self::routing::{Routing, RoutingMemory};
 use self::weights::{Loader, Progress};
 use super::error::TargetError;
 use super::model::{Stage, StageTimes};
 use super::ops::{
-    AttentionDims, ExpertShare, LatentDims, Ops, Room, RouteRule, RouterChoice, Write,
+    AttentionDims, ExpertShare, LatentDims, Norm, Ops, Parts, Room, RouteRule, RouterChoice, Rows,
+    Write,
 };
 use super::source::Source;
 use super::spec::RopeSpec;
@@ -79,7 +83,7 @@ impl CudaOps {
         let tokens = load.tokens;
         let inputs = device.doing("take memory for a batch", Inputs::new(&device, load))?;
         let sizes = load.spec.moe.as_ref();
-        let sizes = sizes.map(|moe| memory::expert_sizes(load.spec, moe, load.plan));
+        let sizes = sizes.map(|moe| memory::expert_sizes(load, moe));
         let (routing, experts) = match sizes {
             None => (None, None),
             Some(sizes) => {
@@ -95,7 +99,8 @@ impl CudaOps {
     }
 
     fn loader<'a>(&'a mut self, source: &'a Source) -> Loader<'a> {
-        Loader { device: &self.device, source, progress: &mut self.progress }
+        let grouped = self.experts.as_ref().is_some_and(|work| work.sizes().grouped);
+        Loader { device: &self.device, source, grouped, progress: &mut self.progress }
     }
 
     fn fits(&self, tokens: usize) -> Result<(), TargetError> {
@@ -122,8 +127,6 @@ impl Ops for CudaOps {
     type GateUp = CudaLinear;
     type Captured = CudaCaptured;
 
-    const SHARES_CAPTURE: bool = true;
-
     fn buffer(&mut self, room: Room) -> Result<CudaBuffer, TargetError> {
         let capacity = (room.width > 0).then(|| room_values(&room, self.tokens));
         let dtype = precision(room.precision, self.device.dtype);
@@ -149,7 +152,7 @@ impl Ops for CudaOps {
     ) -> Result<Vec<f32>, TargetError> {
         const DOING: &str = "copy values to the host";
         self.device.settle(DOING)?;
-        let (address, stream) = (buffer.address(), &self.device.compute);
+        let (address, stream) = (buffer.address(), self.device.stream());
         let values = match buffer.dtype() {
             Dtype::F32 => {
                 download(stream, DeviceVector::<f32>::new(address, buffer.len()).range(range))
@@ -185,6 +188,9 @@ impl Ops for CudaOps {
     }
 
     fn lap(&mut self, stage: Stage) -> Result<(), TargetError> {
+        if self.device.is_aside() {
+            return Ok(());
+        }
         let recorded = self.clock.lap(stage, &self.device.compute);
         self.device.doing("time a stage", recorded)
     }
@@ -296,7 +302,7 @@ impl Ops for CudaOps {
     fn matmul(
         &mut self,
         out: &mut CudaBuffer,
-        x: &CudaBuffer,
+        x: Rows<'_, CudaBuffer>,
         weight: &CudaLinear,
         write: Write,
     ) -> Result<(), TargetError> {
@@ -323,15 +329,51 @@ impl Ops for CudaOps {
         device.doing("set to zero", result)
     }
 
-    fn add(&mut self, x: &mut CudaBuffer, y: &CudaBuffer) -> Result<(), TargetError> {
-        let result = self.device.launch().add(&elements(x), &elements(y));
-        self.device.doing("add", result)
+    fn add_parts(
+        &mut self,
+        x: &mut CudaBuffer,
+        parts: &Parts<'_, CudaBuffer>,
+        write: Write,
+        norm: Option<Norm<'_, CudaBuffer>>,
+    ) -> Result<(), TargetError> {
+        let Parts { own, received, rank, ranks, rows, width } = parts;
+        let own = own.rows(*width).row_range(rows.clone());
+        let views = RankParts { own, received: received.address(), rank: *rank, ranks: *ranks };
+        let fresh = write == Write::Set;
+        let launch = self.device.launch();
+        let result = x.set_len(rows.len() * width).and_then(|()| match norm {
+            None => launch.add_parts(&x.rows(*width), &views, None, fresh),
+            Some(Norm { out, weight, eps }) => {
+                out.set_len(rows.len() * width)?;
+                let norm = RowNorm { out: out.rows(*width), weight: weight.floats(), eps };
+                launch.add_parts(&x.rows(*width), &views, Some(&norm), fresh)
+            }
+        });
+        self.device.doing("add the parts of a sum", result)
+    }
+
+    fn mark(&mut self, half: usize) -> Result<(), TargetError> {
+        self.device.doing("mark the end of a part", self.device.mark(half))
+    }
+
+    fn aside(&mut self, half: usize) -> Result<(), TargetError> {
+        let ordered = self.device.go_aside(half);
+        self.device.doing("order streams", ordered)
+    }
+
+    fn abreast(&mut self, half: usize) -> Result<(), TargetError> {
+        let ordered = self.device.come_back(half);
+        self.device.doing("order streams", ordered)
+    }
+
+    fn join(&mut self, half: usize) -> Result<(), TargetError> {
+        self.device.doing("order streams", self.device.join(half))
     }
 
     fn gated(
         &mut self,
         (out, work): (&mut CudaBuffer, &mut CudaBuffer),
-        x: &CudaBuffer,
+        x: Rows<'_, CudaBuffer>,
         weights: &CudaLinear,
     ) -> Result<(), TargetError> {
         let columns = weights.out / 2;
@@ -474,7 +516,6 @@ impl Ops for CudaOps {
 
     fn experts(
         &mut self,
-        out: &mut CudaBuffer,
         x: &CudaBuffer,
         routing: &Routing,
         held: &CudaExperts,
@@ -483,7 +524,21 @@ impl Ops for CudaOps {
             return Err(self.missing("memory for experts"));
         };
         let hidden = work.sizes().hidden;
-        work.run(&self.device, (&out.rows(hidden), &x.rows(hidden)), routing, held)
+        work.run(&self.device, &x.rows(hidden), routing, held)
+    }
+
+    fn combine(
+        &mut self,
+        out: &mut CudaBuffer,
+        routing: &Routing,
+        rows: Range<usize>,
+    ) -> Result<(), TargetError> {
+        let Some(work) = &self.experts else {
+            return Err(self.missing("memory for experts"));
+        };
+        let out = out.rows(work.sizes().hidden);
+        let combined = work.combine(&self.device, &out, routing, rows);
+        self.device.doing("sum the experts", combined)
     }
 }
 

@@ -1,6 +1,6 @@
 //! One rank on one GPU, and the start of a group of them. Knows nothing of requests.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use kernels::cuda::cudarc::driver::CudaContext;
@@ -9,9 +9,11 @@ use kernels::cuda::cudarc::driver::sys::CUresult;
 use kernels::cuda::{CudaError, Dtype, device_count};
 
 use super::CudaOps;
+use super::buffer::CudaBuffer;
 use super::device::Device;
 use super::memory::{Load, MemoryPlan};
 use super::nccl::NcclGroup;
+use super::peers::PeerGroup;
 use crate::target::CacheId;
 use crate::target::collective::{Collective, Solo};
 use crate::target::error::TargetError;
@@ -51,19 +53,6 @@ impl RankWorker for CudaRank {
     fn spoil(&mut self, how: crate::target::fault::Spoil) {
         self.model.ops().device.spoil(how);
     }
-}
-
-/// Bytes that each rank is planned to take, from its context on.
-pub(in crate::target) fn planned(
-    options: &EngineOptions,
-    spec: &TargetSpec,
-    plans: &[RankPlan],
-    source: &Source,
-) -> Vec<u64> {
-    let (tokens, states) = (options.batch_tokens.max(1), options.states);
-    let dtype = dtype(options);
-    let total = |plan| MemoryPlan::new(&Load { spec, plan, source, dtype, tokens, states }).total();
-    plans.iter().map(total).collect()
 }
 
 fn dtype(options: &EngineOptions) -> Dtype {
@@ -120,23 +109,62 @@ fn require_gpus(needed: usize) -> Result<(), TargetError> {
     Ok(())
 }
 
-/// Starts a rank on each GPU.
+/// Starts a rank on each GPU. Returns too how many bytes each has planned to take.
 pub(in crate::target) fn start(
     options: &EngineOptions,
     spec: &TargetSpec,
     plans: &[RankPlan],
     source: Source,
-) -> Result<Ranks, TargetError> {
-    require_gpus(plans.len())?;
-    let group = match plans.len() {
-        1 => None,
-        ranks => Some(NcclGroup::new(ranks)?),
-    };
+) -> Result<(Ranks, Vec<u64>), TargetError> {
+    let gpus = if ranks_share_gpus() { 1 } else { plans.len() };
+    require_gpus(gpus)?;
+    let group = Group::new(plans.len())?;
     let end: EndGroup = match group.clone() {
-        None => Arc::new(|_| {}),
-        Some(group) => Arc::new(move |reason| group.end(reason)),
+        Group::Alone => Arc::new(|_| {}),
+        Group::Nccl(group) => Arc::new(move |reason| group.end(reason)),
+        Group::Peers(group) => Arc::new(move |reason| group.end(reason)),
     };
-    start_ranks(options, (spec, plans, source), group, end)
+    let planned = Arc::new(Mutex::new(vec![0; plans.len()]));
+    let ranks = start_ranks(options, (spec, plans, source), (group, end), Arc::clone(&planned))?;
+    let planned = planned.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    Ok((ranks, planned))
+}
+
+/// How rows cross the ranks.
+#[derive(Clone)]
+enum Group {
+    Alone,
+    Nccl(Arc<NcclGroup>),
+    Peers(Arc<PeerGroup>),
+}
+
+impl Group {
+    fn new(ranks: usize) -> Result<Self, TargetError> {
+        let by_copies = std::env::var_os("AERIE_EXCHANGE").is_some_and(|way| way == "copies");
+        Ok(match ranks {
+            1 => Self::Alone,
+            _ if by_copies || ranks_share_gpus() => Self::Peers(PeerGroup::new(ranks)),
+            _ => Self::Nccl(NcclGroup::new(ranks)?),
+        })
+    }
+
+    fn connect(&self, device: &mut Device) -> Result<Box<dyn Collective<CudaBuffer>>, TargetError> {
+        if matches!(self, Self::Alone) {
+            return Ok(Box::new(Solo));
+        }
+        let (rank, side) = (device.rank, device.open_side());
+        let stream = device.doing("make a stream", side)?;
+        Ok(match self {
+            Self::Alone => Box::new(Solo),
+            Self::Nccl(group) => Box::new(group.connect(rank, stream)?),
+            Self::Peers(group) => Box::new(group.connect(rank, stream)?),
+        })
+    }
+}
+
+/// All ranks compute on the first GPU: slow, but what several ranks do can be checked on one.
+fn ranks_share_gpus() -> bool {
+    std::env::var_os("AERIE_RANKS_SHARE_GPU").is_some_and(|value| value == "1")
 }
 
 /// Starts ranks with random weights, each with its share of a group that may be larger. Sums go
@@ -145,15 +173,15 @@ pub(in crate::target) fn start_shape(
     options: &EngineOptions,
     spec: &TargetSpec,
     plans: &[RankPlan],
-) -> Result<Ranks, TargetError> {
+) -> Result<(Ranks, Vec<u64>), TargetError> {
     start(options, spec, plans, Source::Random)
 }
 
 fn start_ranks(
     options: &EngineOptions,
     (spec, plans, source): (&TargetSpec, &[RankPlan], Source),
-    group: Option<Arc<NcclGroup>>,
-    end: EndGroup,
+    (group, end): (Group, EndGroup),
+    planned: Arc<Mutex<Vec<u64>>>,
 ) -> Result<Ranks, TargetError> {
     let (spec, plans) = (spec.clone(), plans.to_vec());
     let (tokens, qa_norm_eps, limit) =
@@ -163,18 +191,20 @@ fn start_ranks(
     let faults = options.faults.clone();
     let dtype = dtype(options);
     Ranks::start(plans.len(), options.deadline, end, move |rank| {
-        let device = Device::open(rank, dtype, limit)?;
-        let collective: Box<dyn Collective<_>> = match &group {
-            None => Box::new(Solo),
-            Some(group) => Box::new(group.connect(rank, &device.compute)?),
-        };
+        let gpu = if ranks_share_gpus() { 0 } else { rank };
+        let mut device = Device::open((rank, gpu), dtype, limit)?;
+        let collective = group.connect(&mut device)?;
         let plan = plans[rank].clone();
+        let decodes = dtype == Dtype::Bf16 && device.launch().has_expert_products();
         let context = Arc::clone(&device.context);
-        let load = Load { spec: &spec, plan: &plan, source: &source, dtype, tokens, states };
+        let (spec, source, ranks) = (&spec, &source, plans.len());
+        let load = Load { spec, plan: &plan, ranks, source, dtype, tokens, decodes, states };
         let explained = |error| super::memory::explained(error, &context, &load);
+        let total = MemoryPlan::new(&load).total();
+        planned.lock().unwrap_or_else(PoisonError::into_inner)[rank] = total;
         let ops = CudaOps::new(device, &load).map_err(explained)?;
         let plan = plan.clone();
-        let parts = Parts { ops, collective, source: &source, spec: &spec, plan, qa_norm_eps };
+        let parts = Parts { ops, collective, source, spec, plan, qa_norm_eps };
         let mut model = Model::load(parts).map_err(explained)?;
         model.ops().finish_loading()?;
         let worker = CudaRank { model, rank };
@@ -201,8 +231,8 @@ impl CudaOps {
 /// TFLOP/s that no bf16 product of the first GPU exceeds, measured now.
 pub(in crate::target) fn ceiling() -> Result<f64, TargetError> {
     require_gpus(1)?;
-    let mut device = Device::open(0, Dtype::Bf16, Duration::from_secs(60))?;
-    let Device { blas, compute, .. } = &mut device;
-    let measured = super::gemm::ceiling(blas, compute);
+    let mut device = Device::open((0, 0), Dtype::Bf16, Duration::from_secs(60))?;
+    let compute = Arc::clone(&device.compute);
+    let measured = super::gemm::ceiling(device.products(), &compute);
     device.doing("measure the ceiling of products", measured)
 }
