@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use half::bf16;
+use rayon::prelude::*;
 use shared::{LayerIndex, StateDtype, StateRows, fp8};
 
 /// Hidden states of every token of a batch at the requested layers.
@@ -234,7 +235,10 @@ static BF16_MEMORY: Memory<bf16> = Memory(Mutex::new(Vec::new()));
 /// Pieces kept: those of a few batches, with a hundred layers on eight ranks.
 const PIECES_MAX: usize = 4096;
 
-impl<T: Copy> Memory<T> {
+/// Values that one thread copies at a time: one thread alone is slower than a GPU sends.
+const COPIED_AT_ONCE: usize = 1 << 20;
+
+impl<T: Copy + Default + Send + Sync> Memory<T> {
     fn put(&self, values: Vec<T>) {
         let mut free = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if free.len() < PIECES_MAX && values.capacity() > 0 {
@@ -254,8 +258,9 @@ impl<T: Copy> Memory<T> {
             }
         };
         drop(free);
-        memory.clear();
-        memory.extend_from_slice(values);
+        memory.resize(values.len(), T::default());
+        let pieces = memory.par_chunks_mut(COPIED_AT_ONCE).zip(values.par_chunks(COPIED_AT_ONCE));
+        pieces.for_each(|(to, from)| to.copy_from_slice(from));
         memory
     }
 }
