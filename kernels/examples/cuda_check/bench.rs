@@ -309,8 +309,10 @@ impl Bench<'_> {
         })?;
         let codes = DeviceBuffer::new(&context, t * HIDDEN)?;
         let scales = DeviceBuffer::new(&context, t * 4)?;
+        let errors = DeviceBuffer::new(&context, t * 8)?;
         self.launches("quantise_fp8_rows f32", &Work::Bytes(t * HIDDEN * 5), |on| {
-            on.quantise_fp8_rows((codes.vector(t * HIDDEN), HIDDEN), scales.vector(t), &x)
+            let codes = (codes.vector(t * HIDDEN), HIDDEN);
+            on.quantise_fp8_rows(codes, scales.vector(t), errors.vector(t), &x)
         })
     }
 
