@@ -151,71 +151,11 @@ impl Blas {
             if self.plans.len() >= MAX_PLANS {
                 self.plans.clear();
             }
-            let mut plan = Plan::new(self.handle, &key, self.workspace.bytes())?;
-            if std::env::var_os("AERIE_TUNE").is_some() && m as f64 * n as f64 * k as f64 > 1e11 {
-                let from = [b.address, a.address, out.address, added.address];
-                self.tune(&mut plan, from, &key, product)?;
-            }
+            let plan = Plan::new(self.handle, &key, self.workspace.bytes())?;
             self.plans.insert(key, plan);
         }
         let Some(plan) = self.plans.get(&key) else { return Ok(()) };
         self.run(plan, [b.address, a.address, out.address, added.address], &key, product)
-    }
-
-    fn tune(
-        &self,
-        plan: &mut Plan,
-        [b, a, _, added]: [u64; 4],
-        key: &Key,
-        product: Product,
-    ) -> Result<(), CudaError> {
-        let wrong = || CudaError::blas(format!("tune {key:?}"));
-        let found =
-            plan.candidates(self.handle, key.alignment, self.workspace.bytes()).map_err(wrong())?;
-        let bytes = key.dims[0] * key.strides[2] * key.output.size();
-        let scratch = DeviceBuffer::new(self.stream.context(), bytes)?;
-        let out = scratch.address();
-        let flags = Some(cudarc::driver::sys::CUevent_flags::CU_EVENT_DEFAULT);
-        let driver = || CudaError::driver("tune a product");
-        let mut times = vec![0.0f32; found.len()];
-        for round in 0..4 {
-            for (at, candidate) in found.iter().enumerate() {
-                plan.algorithm = candidate.algo;
-                plan.workspace = candidate.workspaceSize;
-                let start = self.stream.context().new_event(flags).map_err(driver())?;
-                let end = self.stream.context().new_event(flags).map_err(driver())?;
-                start.record(&self.stream).map_err(driver())?;
-                for _ in 0..3 {
-                    if let Err(error) = self.run(plan, [b, a, out, added], key, product) {
-                        tracing::info!("candidate {at}: {error}");
-                        times[at] = 1e9;
-                    }
-                }
-                end.record(&self.stream).map_err(driver())?;
-                end.synchronize().map_err(driver())?;
-                if round > 0 {
-                    times[at] += start.elapsed_ms(&end).map_err(driver())? / 9.0;
-                }
-            }
-        }
-        let best = (0..times.len()).min_by(|&x, &y| times[x].total_cmp(&times[y])).unwrap_or(0);
-        let flop = key.dims.iter().map(|&dim| dim as f64).product::<f64>() * 2e-9;
-        let rate = |at: usize| flop / f64::from(times[at]);
-        let all: Vec<String> = (0..times.len()).map(|at| format!("{:.0}", rate(at))).collect();
-        tracing::warn!(
-            "{:?} {:?} acc {} first {:.0} best {best} {:.0} all {}",
-            key.form,
-            key.dims,
-            key.accumulate,
-            rate(0),
-            rate(best),
-            all.join(" ")
-        );
-        if let Some(candidate) = found.get(best) {
-            plan.algorithm = candidate.algo;
-            plan.workspace = candidate.workspaceSize;
-        }
-        Ok(())
     }
 
     fn run(
@@ -320,56 +260,6 @@ impl Plan {
             unsafe { result::set_matmul_desc_attribute(self.operation, attribute, value, 4) }?;
         }
         Ok(())
-    }
-
-    fn candidates(
-        &self,
-        handle: sys::cublasLtHandle_t,
-        alignment: u64,
-        workspace: usize,
-    ) -> Result<Vec<sys::cublasLtMatmulHeuristicResult_t>, result::CublasError> {
-        use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
-        let alignment = alignment as u32;
-        let preference = result::create_matmul_pref()?;
-        let [b, a, out, added] = self.layouts;
-        const MANY: usize = 12;
-        unsafe {
-            let bytes = std::ptr::from_ref(&workspace).cast();
-            result::set_matmul_pref_attribute(
-                preference,
-                Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-                bytes,
-                size_of::<usize>(),
-            )?;
-            for attribute in [
-                Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
-                Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
-                Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
-                Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES,
-            ] {
-                let value = std::ptr::from_ref(&alignment).cast();
-                result::set_matmul_pref_attribute(preference, attribute, value, 4)?;
-            }
-            let mut found: Vec<sys::cublasLtMatmulHeuristicResult_t> =
-                vec![std::mem::zeroed(); MANY];
-            let mut count = 0;
-            sys::cublasLtMatmulAlgoGetHeuristic(
-                handle,
-                self.operation,
-                b,
-                a,
-                added,
-                out,
-                preference,
-                MANY as i32,
-                found.as_mut_ptr(),
-                &mut count,
-            )
-            .result()?;
-            found.truncate(count as usize);
-            result::destroy_matmul_pref(preference)?;
-            Ok(found)
-        }
     }
 
     /// Asks the heuristic once.
