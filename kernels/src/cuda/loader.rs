@@ -14,6 +14,19 @@ use super::{CudaError, Launcher, Shape};
 
 const COMMON: &str = include_str!("../../cuda/common.cuh");
 
+/// A source that stands on wgmma.cuh.
+macro_rules! with_wgmma {
+    ($file:literal) => {
+        concat!(
+            include_str!("../../cuda/wgmma.cuh"),
+            "\n#line 1 \"",
+            $file,
+            "\"\n",
+            include_str!(concat!("../../cuda/", $file))
+        )
+    };
+}
+
 /// Every source file: name and text. Each is compiled after common.cuh.
 pub const SOURCES: [(&str, &str); 9] = [
     ("rows.cu", include_str!("../../cuda/rows.cu")),
@@ -24,11 +37,11 @@ pub const SOURCES: [(&str, &str); 9] = [
     ("stats.cu", include_str!("../../cuda/stats.cu")),
     ("attention_any.cu", include_str!("../../cuda/attention_any.cu")),
     ("attention_mma.cu", include_str!("../../cuda/attention_mma.cu")),
-    ("attention_wgmma.cu", include_str!("../../cuda/attention_wgmma.cu")),
+    ("attention_wgmma.cu", with_wgmma!("attention_wgmma.cu")),
 ];
 
 /// The sources that training needs.
-pub const TRAIN_SOURCES: [(&str, &str); 7] = [
+pub const TRAIN_SOURCES: [(&str, &str); 8] = [
     SOURCES[0],
     SOURCES[1],
     ("train_rows.cu", include_str!("../../cuda/train_rows.cu")),
@@ -36,6 +49,7 @@ pub const TRAIN_SOURCES: [(&str, &str); 7] = [
     ("train_loss.cu", include_str!("../../cuda/train_loss.cu")),
     ("train_attention_any.cu", include_str!("../../cuda/train_attention_any.cu")),
     ("train_attention_mma.cu", include_str!("../../cuda/train_attention_mma.cu")),
+    ("train_attention_wgmma.cu", with_wgmma!("train_attention_wgmma.cu")),
 ];
 
 /// An architecture that NVRTC compiles for.

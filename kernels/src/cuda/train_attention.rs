@@ -1,8 +1,9 @@
 //! Launches of the attention of the training-time test, forward and backward. Knows nothing of
 //! projections or of steps before.
 
+use super::tensor_map::TensorMap;
 use super::views::HeadsArg;
-use super::{CudaError, DeviceHeads, DeviceVector, Dtype, Launcher, Shape, ensure};
+use super::{AttentionVariant, CudaError, DeviceHeads, DeviceVector, Dtype, Launcher, Shape, ensure};
 
 /// Widest head.
 const MAX_WIDTH: usize = 256;
@@ -28,6 +29,8 @@ pub struct TrainPlan {
     pub segments: DeviceVector<u32>,
     /// Most queries and most keys of a document.
     pub longest: [usize; 2],
+    /// The kernels for step-0 keys; the fastest for shapes and device if not said.
+    pub variant: Option<AttentionVariant>,
 }
 
 /// Operands of one launch. All of one type.
@@ -90,6 +93,15 @@ struct TrainAttentionArgs {
     scale: f32,
 }
 
+/// The same for the kernels that copy by TMA.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct WgmmaArgs {
+    /// Of q, k, v and out.
+    maps: [TensorMap; 4],
+    base: TrainAttentionArgs,
+}
+
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct OwnArgs {
@@ -123,6 +135,40 @@ enum Pass {
     Queries,
 }
 
+/// Rows of the tiles that the kernels of Hopper copy, and bytes of shared memory they need.
+struct WgmmaTiles {
+    queries: usize,
+    keys: usize,
+    shared: usize,
+}
+
+impl WgmmaTiles {
+    fn of(pass: Pass, plan: &TrainPlan) -> Self {
+        let (qk, v) = (plan.qk_dim, plan.v_dim);
+        let wide = qk > 128;
+        // What is resident, and stages of what streams; barriers, and room to align.
+        let (queries, keys, values) = match pass {
+            Pass::Forward => (128, 128, 128 * (3 * qk + 2 * v)),
+            Pass::Keys if wide => (32, 128, (128 + 3 * 32) * (qk + v)),
+            Pass::Keys => (64, 128, (128 + 3 * 64) * (qk + v)),
+            Pass::Queries if wide => (128, 64, (128 + 3 * 64) * (qk + v)),
+            Pass::Queries => (128, 128, 128 * (4 * qk + 3 * v)),
+        };
+        let columns = if pass == Pass::Keys { 3 * 3 * 4 * queries } else { 0 };
+        Self { queries, keys, shared: 2 * values + columns + 1024 + 128 }
+    }
+
+    fn maps(&self, plan: &TrainPlan, x: &TrainOperands) -> Result<[TensorMap; 4], CudaError> {
+        let TrainPlan { heads, kv_heads, qk_dim, v_dim, .. } = *plan;
+        Ok([
+            TensorMap::of(&x.q, [heads, qk_dim], self.queries)?,
+            TensorMap::of(&x.k, [kv_heads, qk_dim], self.keys)?,
+            TensorMap::of(&x.v, [kv_heads, v_dim], self.keys)?,
+            TensorMap::of(&x.out, [heads, v_dim], self.queries)?,
+        ])
+    }
+}
+
 impl TrainPlan {
     fn check(&self, x: &TrainOperands) -> Result<(), CudaError> {
         let fits = self.heads > 0
@@ -142,8 +188,8 @@ impl TrainPlan {
     }
 
     /// Whether the tensor-core kernels take these shapes.
-    pub fn fits_mma(&self, views: &[&DeviceHeads]) -> bool {
-        views.iter().all(|view| view.dtype == Dtype::Bf16 && view.in_vectors())
+    fn fits_tensor_cores(&self, views: &[&DeviceHeads]) -> bool {
+        views.iter().all(|view| view.dtype == Dtype::Bf16 && view.in_vectors() && view.rows > 0)
             && [(192, 128), (128, 128), (64, 64)].contains(&(self.qk_dim, self.v_dim))
     }
 
@@ -208,19 +254,24 @@ impl Launcher<'_> {
             Pass::Queries => ("_queries", plan.longest[0], plan.heads),
         };
         let (qk, v) = (plan.qk_dim, plan.v_dim);
-        let (name, rows, shared) = match plan.fits_mma(&views) {
-            true => {
+        let variant = self.train_variant(plan, &views)?;
+        let (name, rows, threads, shared) = match variant {
+            AttentionVariant::Wgmma => {
+                let tiles = WgmmaTiles::of(pass, plan);
+                (format!("train_attention{kind}_wgmma_{qk}_{v}"), 128, 384, tiles.shared)
+            }
+            AttentionVariant::Mma => {
                 // A tile of 128 rows and two of 64 columns, in bf16.
                 let resident = if pass == Pass::Forward { qk } else { qk + v };
                 let shared = 2 * (128 * resident + 2 * 64 * (qk + v));
-                (format!("train_attention{kind}_mma_{qk}_{v}"), 128, shared)
+                (format!("train_attention{kind}_mma_{qk}_{v}"), 128, 256, shared)
             }
-            false => {
+            AttentionVariant::Any => {
                 let (dtype, lanes) = (x.q.dtype.name(), plan.lanes(&views));
-                (format!("train_attention{kind}_any_{dtype}_v{lanes}"), 8, 0)
+                (format!("train_attention{kind}_any_{dtype}_v{lanes}"), 8, 256, 0)
             }
         };
-        let args = TrainAttentionArgs {
+        let base = TrainAttentionArgs {
             q: x.q.arg(),
             k: x.k.arg(),
             v: x.v.arg(),
@@ -240,7 +291,33 @@ impl Launcher<'_> {
         };
         let blocks = u32::try_from(longest.div_ceil(rows)).unwrap_or(u32::MAX);
         let grid = (blocks, heads as u32, documents as u32);
-        self.launch(&name, Shape { grid, block: (256, 1, 1), shared: shared as u32 }, &args)
+        let shape = Shape { grid, block: (threads, 1, 1), shared: shared as u32 };
+        match variant {
+            AttentionVariant::Wgmma => {
+                let maps = WgmmaTiles::of(pass, plan).maps(plan, x)?;
+                self.launch(&name, shape, &WgmmaArgs { maps, base })
+            }
+            _ => self.launch(&name, shape, &base),
+        }
+    }
+
+    /// The kernels for step-0 keys that the plan asks for, or the fastest.
+    fn train_variant(
+        &self,
+        plan: &TrainPlan,
+        views: &[&DeviceHeads],
+    ) -> Result<AttentionVariant, CudaError> {
+        let hopper = self.kernels.arch().name() == "sm_90a";
+        let fits = |variant: &AttentionVariant| match variant {
+            AttentionVariant::Wgmma => hopper && plan.fits_tensor_cores(views),
+            AttentionVariant::Mma => plan.fits_tensor_cores(views),
+            AttentionVariant::Any => true,
+        };
+        let all = [AttentionVariant::Wgmma, AttentionVariant::Mma, AttentionVariant::Any];
+        let asked = plan.variant.is_none_or(|variant| fits(&variant));
+        ensure(asked, || format!("attention by {:?} of {plan:?}", plan.variant))?;
+        let fastest = all.into_iter().find(fits).unwrap_or(AttentionVariant::Any);
+        Ok(plan.variant.unwrap_or(fastest))
     }
 
     /// Takes the keys that rows made themselves into output and `lse` of the forward pass.

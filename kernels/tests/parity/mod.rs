@@ -9,6 +9,7 @@ pub(crate) mod moe;
 pub(crate) mod products;
 pub(crate) mod rows;
 pub(crate) mod stats;
+pub(crate) mod train_attention;
 
 use std::error::Error;
 use std::sync::Arc;
@@ -16,7 +17,8 @@ use std::sync::Arc;
 use half::bf16;
 use kernels::cuda::cudarc::driver::CudaStream;
 use kernels::cuda::{
-    Blas, CudaError, CudaKernels, DeviceBuffer, DeviceMatrix, DeviceVector, Dtype, download,
+    Blas, CudaError, CudaKernels, DeviceBuffer, DeviceMatrix, DeviceVector, Dtype, SOURCES,
+    TRAIN_SOURCES, download,
 };
 
 pub(crate) type Outcome<T = ()> = Result<T, Box<dyn Error>>;
@@ -42,8 +44,10 @@ pub(crate) type Named = (&'static str, fn(&mut Gpu) -> Outcome);
 
 /// All comparisons, simple ones first.
 pub(crate) fn cases() -> Vec<Case> {
-    [rows::CASES, moe::CASES, dequant::CASES, stats::CASES, products::CASES, attention::CASES]
+    let plain = [rows::CASES, moe::CASES, dequant::CASES, stats::CASES, products::CASES];
+    plain
         .into_iter()
+        .chain([attention::CASES, train_attention::CASES])
         .flatten()
         .map(|&(name, run)| Case { name, run })
         .collect()
@@ -52,7 +56,8 @@ pub(crate) fn cases() -> Vec<Case> {
 impl Gpu {
     pub(crate) fn new(quick: bool) -> Result<Self, CudaError> {
         let context = kernels::cuda::context(0)?;
-        let kernels = CudaKernels::load(&context, None)?;
+        let sources = [&SOURCES[..], &TRAIN_SOURCES[2..]].concat();
+        let kernels = CudaKernels::load_sources(&context, None, &sources)?;
         let stream = context
             .new_stream()
             .map_err(|source| CudaError::Driver { operation: "create a stream".into(), source })?;

@@ -57,6 +57,7 @@ fn train_plan(
         visible: ids(&plan.visible.device),
         segments: ids(segments),
         longest: [longest(|s| s.queries.len()), longest(|s| s.keys.len())],
+        variant: None,
     }
 }
 

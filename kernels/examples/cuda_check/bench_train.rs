@@ -1,0 +1,133 @@
+//! Times of the attention of training at the sizes of a Kimi-K2.5 draft, part by part.
+
+use kernels::cuda::{
+    AttentionVariant, DeviceBuffer, DeviceHeads, Dtype, OwnGradient, OwnStep, TrainOperands,
+    TrainPlan,
+};
+
+use crate::bench::{Bench, Work};
+use crate::parity::Outcome;
+
+/// Own steps of the last of seven steps.
+const STEPS: usize = 6;
+
+/// Query rows, keys of a document, documents, and sizes of the heads.
+#[derive(Clone, Copy)]
+struct Sizes {
+    rows: usize,
+    keys: usize,
+    documents: usize,
+    heads: [usize; 2],
+    widths: [usize; 2],
+}
+
+impl Bench<'_> {
+    /// The parts of the attention of one step.
+    pub(crate) fn train_attention(&mut self) -> Outcome {
+        let kimi = Sizes {
+            rows: 4096,
+            keys: 4096,
+            documents: 1,
+            heads: [64, 64],
+            widths: [128, 128],
+        };
+        self.train_attention_at(&kimi)?;
+        self.train_attention_at(&Sizes { rows: 2048, ..kimi })?;
+        self.train_attention_at(&Sizes { rows: 2048, keys: 2048, ..kimi })?;
+        self.train_attention_at(&Sizes { heads: [64, 8], ..kimi })?;
+        self.train_attention_at(&Sizes { widths: [192, 128], ..kimi })?;
+        let small = Sizes { heads: [9, 3], widths: [64, 64], documents: 8, ..kimi };
+        self.train_attention_at(&small)
+    }
+
+    fn train_attention_at(&mut self, sizes: &Sizes) -> Outcome {
+        let Sizes { rows, keys, documents, heads: [heads, kv_heads], widths: [qk, v] } = *sizes;
+        let queries = rows * documents;
+        let mut tensor = |rows: usize, cols: usize, width: usize| -> Outcome<_> {
+            let (buffer, view) = self.matrix([rows, cols], Dtype::Bf16)?;
+            Ok((buffer, DeviceHeads::of(view, width, 0)))
+        };
+        let (_q, q) = tensor(queries, heads * qk, qk)?;
+        let (_d_q, d_q) = tensor(queries, heads * qk, qk)?;
+        let (_out, out) = tensor(queries, heads * v, v)?;
+        let (_d_out, d_out) = tensor(queries, heads * v, v)?;
+        let mut own = Vec::new();
+        let mut of_keys = || -> Outcome<_> {
+            let (keys_held, key) = tensor(keys * documents, kv_heads * qk, qk)?;
+            let (values_held, value) = tensor(keys * documents, kv_heads * v, v)?;
+            Ok(([keys_held, values_held], [key, value]))
+        };
+        let (_kv, [k, value]) = of_keys()?;
+        let (_d_kv, d_kv) = of_keys()?;
+        // Every second key where there are half as many rows.
+        let apart = keys / rows;
+        let ends = (0..queries).map(|row| (row * apart + 1) as u32).collect::<Vec<_>>();
+        let places = self.gpu.vector(&(0..queries as u32).collect::<Vec<_>>())?;
+        let mut held = Vec::new();
+        for _ in 0..STEPS {
+            let mut of_keys = || -> Outcome<_> {
+                let (keys_held, key) = self.matrix([queries, kv_heads * qk], Dtype::Bf16)?;
+                let (values_held, value) = self.matrix([queries, kv_heads * v], Dtype::Bf16)?;
+                let views = [DeviceHeads::of(key, qk, 0), DeviceHeads::of(value, v, 0)];
+                Ok(([keys_held, values_held], views))
+            };
+            let ((kv_held, [keys, values]), (d_held, gradients)) = (of_keys()?, of_keys()?);
+            held.push([kv_held, d_held]);
+            own.push(OwnStep { keys, values, rows: places.view, gradients: Some(gradients) });
+        }
+        let visible = self.gpu.vector(&ends)?;
+        let bounds: Vec<u32> = (0..documents)
+            .flat_map(|d| [d * rows, (d + 1) * rows, d * keys, (d + 1) * keys].map(|at| at as u32))
+            .collect();
+        let segments = self.gpu.vector(&bounds)?;
+        let lse = self.gpu.vector(&vec![8f32; queries * heads])?;
+        let delta = self.gpu.vector(&vec![0f32; queries * heads])?;
+        let plan = TrainPlan {
+            heads,
+            kv_heads,
+            qk_dim: qk,
+            v_dim: v,
+            scale: 1.0 / (qk as f32).sqrt(),
+            visible: visible.view,
+            segments: segments.view,
+            longest: [rows, keys],
+            variant: None,
+        };
+        let views = TrainOperands { q, k, v: value, out, lse: lse.view };
+        let upstream = TrainOperands { out: d_out, ..views };
+        let pairs = documents as f64 * rows as f64 * keys as f64 / 2.0 * heads as f64;
+        let name = |part: &str| {
+            format!("train {part} {heads}/{kv_heads} {qk}/{v} {rows} of {keys} x {documents}")
+        };
+        for variant in [AttentionVariant::Mma, AttentionVariant::Wgmma] {
+            let plan = TrainPlan { variant: Some(variant), ..plan };
+            if variant == AttentionVariant::Wgmma && self.gpu.kernels.arch().name() != "sm_90a" {
+                continue;
+            }
+            let products = |of: usize| Work::Flops(2.0 * pairs * of as f64);
+            let named = |part: &str| name(&format!("{part} {variant:?}"));
+            self.launches(&named("forward"), &products(qk + v), |on| {
+                on.train_attention(&plan, &views)
+            })?;
+            self.launches(&named("keys"), &products(2 * (qk + v)), |on| {
+                on.train_attention_keys(&plan, &upstream, delta.view, d_kv)
+            })?;
+            self.launches(&named("queries"), &products(2 * qk + v), |on| {
+                on.train_attention_queries(&plan, &upstream, delta.view, d_q)
+            })?;
+        }
+        let row = 2 * queries * heads;
+        let own_row = 2 * queries * kv_heads * (qk + v);
+        let bytes = Work::Bytes(row * (qk + 2 * v) + STEPS * own_row);
+        self.launches(&name("merge_own"), &bytes, |on| on.merge_own(&plan, &views, &own))?;
+        let bytes = Work::Bytes(row * 2 * (qk + v) + 3 * STEPS * own_row);
+        let gradient = OwnGradient { d_out, d_q, delta: delta.view };
+        self.launches(&name("own_gradient"), &bytes, |on| {
+            on.own_gradient(&plan, &views, &own, &gradient)
+        })?;
+        let bytes = Work::Bytes(row * 2 * (qk + v));
+        self.launches(&name("delta"), &bytes, |on| on.own_gradient(&plan, &views, &[], &gradient))?;
+        drop::<Vec<[[DeviceBuffer; 2]; 2]>>(held);
+        Ok(())
+    }
+}
