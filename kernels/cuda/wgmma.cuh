@@ -49,6 +49,31 @@ template <int PENDING>
 __device__ __forceinline__ void products_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
+// What the copy engine knows of a tensor [rows, heads, width], made by the driver.
+struct alignas(64) TensorMap {
+    u64 words[16];
+};
+
+// Announces bytes that copies will bring, and arrives.
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
+
+// Starts to copy COUNT rows of one head, from `row` on, in blocks of 64 columns. Rows behind the
+// tensor become zeros; those of the next document are copied, and hidden by whoever uses them.
+template <int WIDTH, int COUNT>
+__device__ __forceinline__ void copy_tile(u32 to, const TensorMap& map, u32 barrier, u32 head,
+                                          i64 row) {
+#pragma unroll
+    for (int block = 0; block < WIDTH / 64; block++)
+        asm volatile(
+            "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
+            "[%1, {%3, %4, %5}], [%2];" ::"r"(to + block * COUNT * 128),
+            "l"(&map), "r"(barrier), "r"(block * 64), "r"(head), "r"((i32)row)
+            : "memory");
+}
+
 // Keeps the compiler from moving uses of registers across a wait or a fence.
 template <int N>
 __device__ __forceinline__ void pin(float (&x)[N]) {
@@ -313,6 +338,41 @@ __device__ __forceinline__ void write_mixed(const Mixed<V>& mixed, Heads out, u3
         if (lse && lane % 4 == 0)
             lse[row * heads + head] = mixed.soft.most[half] * scale + logf(sum);
     }
+}
+
+// Adds c [64, WIDTH] * factor of a warpgroup to rows of one head, or writes it.
+template <int WIDTH>
+__device__ __forceinline__ void write_rows(Heads to, u32 head, i64 first, i64 end,
+                                           const float (&c)[WIDTH / 2], float factor, bool add) {
+    u32 lane = threadIdx.x % 32;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        i64 row = first + lane / 4 + 8 * half;
+        if (row >= end) continue;
+        u32* at = reinterpret_cast<u32*>(reinterpret_cast<bf16*>(to.address) + row * to.row_stride +
+                                         head * to.head_stride + lane % 4 * 2);
+        u32 old[WIDTH / 8];
+        if (add) {
+#pragma unroll
+            for (int n = 0; n < WIDTH / 8; n++) old[n] = at[n * 4];
+        }
+#pragma unroll
+        for (int n = 0; n < WIDTH / 8; n++) {
+            float x = c[4 * n + 2 * half] * factor, y = c[4 * n + 2 * half + 1] * factor;
+            if (add) {
+                x += __uint_as_float(old[n] << 16);
+                y += __uint_as_float(old[n] & 0xffff0000u);
+            }
+            at[n * 4] = pack_bf16(x, y);
+        }
+    }
+}
+
+// Values as the left operand of the next product.
+template <int N>
+__device__ __forceinline__ void pack_columns(u32 (&p)[N / 8][4], const float (&s)[N]) {
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) p[i / 4][i % 4] = pack_bf16(s[2 * i], s[2 * i + 1]);
 }
 
 #endif

@@ -120,7 +120,11 @@ impl Bench<'_> {
         Ok(buffer)
     }
 
-    pub(crate) fn matrix(&mut self, shape: [usize; 2], dtype: Dtype) -> Outcome<(DeviceBuffer, DeviceMatrix)> {
+    pub(crate) fn matrix(
+        &mut self,
+        shape: [usize; 2],
+        dtype: Dtype,
+    ) -> Outcome<(DeviceBuffer, DeviceMatrix)> {
         let buffer = self.filled(shape[0] * shape[1], dtype)?;
         let view = buffer.matrix(shape, dtype);
         Ok((buffer, view))

@@ -24,13 +24,8 @@ struct Sizes {
 impl Bench<'_> {
     /// The parts of the attention of one step.
     pub(crate) fn train_attention(&mut self) -> Outcome {
-        let kimi = Sizes {
-            rows: 4096,
-            keys: 4096,
-            documents: 1,
-            heads: [64, 64],
-            widths: [128, 128],
-        };
+        let kimi =
+            Sizes { rows: 4096, keys: 4096, documents: 1, heads: [64, 64], widths: [128, 128] };
         self.train_attention_at(&kimi)?;
         self.train_attention_at(&Sizes { rows: 2048, ..kimi })?;
         self.train_attention_at(&Sizes { rows: 2048, keys: 2048, ..kimi })?;
@@ -59,9 +54,9 @@ impl Bench<'_> {
         };
         let (_kv, [k, value]) = of_keys()?;
         let (_d_kv, d_kv) = of_keys()?;
-        // Every second key where there are half as many rows.
-        let apart = keys / rows;
-        let ends = (0..queries).map(|row| (row * apart + 1) as u32).collect::<Vec<_>>();
+        // Answers are the end of each document.
+        let end = |row: usize| (row / rows * keys + keys - rows + row % rows + 1) as u32;
+        let ends = (0..queries).map(end).collect::<Vec<_>>();
         let places = self.gpu.vector(&(0..queries as u32).collect::<Vec<_>>())?;
         let mut held = Vec::new();
         for _ in 0..STEPS {
@@ -95,7 +90,7 @@ impl Bench<'_> {
         };
         let views = TrainOperands { q, k, v: value, out, lse: lse.view };
         let upstream = TrainOperands { out: d_out, ..views };
-        let pairs = documents as f64 * rows as f64 * keys as f64 / 2.0 * heads as f64;
+        let pairs = (queries * heads) as f64 * (keys as f64 - rows as f64 / 2.0);
         let name = |part: &str| {
             format!("train {part} {heads}/{kv_heads} {qk}/{v} {rows} of {keys} x {documents}")
         };

@@ -41,15 +41,17 @@ pub const SOURCES: [(&str, &str); 9] = [
 ];
 
 /// The sources that training needs.
-pub const TRAIN_SOURCES: [(&str, &str); 8] = [
+pub const TRAIN_SOURCES: [(&str, &str); 10] = [
     SOURCES[0],
     SOURCES[1],
     ("train_rows.cu", include_str!("../../cuda/train_rows.cu")),
     ("train_optimizer.cu", include_str!("../../cuda/train_optimizer.cu")),
     ("train_loss.cu", include_str!("../../cuda/train_loss.cu")),
     ("train_attention_any.cu", include_str!("../../cuda/train_attention_any.cu")),
+    ("train_attention_own.cu", include_str!("../../cuda/train_attention_own.cu")),
     ("train_attention_mma.cu", include_str!("../../cuda/train_attention_mma.cu")),
     ("train_attention_wgmma.cu", with_wgmma!("train_attention_wgmma.cu")),
+    ("train_attention_back_wgmma.cu", with_wgmma!("train_attention_back_wgmma.cu")),
 ];
 
 /// An architecture that NVRTC compiles for.

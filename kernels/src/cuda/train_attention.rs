@@ -3,7 +3,9 @@
 
 use super::tensor_map::TensorMap;
 use super::views::HeadsArg;
-use super::{AttentionVariant, CudaError, DeviceHeads, DeviceVector, Dtype, Launcher, Shape, ensure};
+use super::{
+    AttentionVariant, CudaError, DeviceHeads, DeviceVector, Dtype, Launcher, Shape, ensure,
+};
 
 /// Widest head.
 const MAX_WIDTH: usize = 256;
@@ -331,9 +333,8 @@ impl Launcher<'_> {
         if own.is_empty() || x.q.rows == 0 {
             return Ok(());
         }
-        let (args, lanes) = own_args(plan, x, own, None)?;
-        let name = format!("train_attention_own_{}_v{lanes}", x.q.dtype.name());
-        self.launch(&name, Shape::new((x.q.rows * plan.heads).div_ceil(8), 256)?, &args)
+        let args = own_args(plan, x, own, None)?;
+        self.own_pass("own", plan, x.q.dtype, &args)
     }
 
     /// `delta`, and the gradients through the own keys. `x.out` is the output itself. Needed
@@ -349,9 +350,28 @@ impl Launcher<'_> {
         if x.q.rows == 0 {
             return Ok(());
         }
-        let (args, lanes) = own_args(plan, x, own, Some(gradient))?;
-        let name = format!("train_attention_own_backward_{}_v{lanes}", x.q.dtype.name());
-        self.launch(&name, Shape::new((x.q.rows * plan.kv_heads).div_ceil(8), 256)?, &args)
+        let args = own_args(plan, x, own, Some(gradient))?;
+        self.own_pass("own_backward", plan, x.q.dtype, &args)?;
+        if own.is_empty() || plan.heads == plan.kv_heads {
+            return Ok(());
+        }
+        self.own_pass("own_shared", plan, x.q.dtype, &args)
+    }
+
+    fn own_pass(
+        &self,
+        kind: &str,
+        plan: &TrainPlan,
+        dtype: Dtype,
+        (args, step): &(OwnArgs, usize),
+    ) -> Result<(), CudaError> {
+        let heads = if kind == "own_shared" { plan.kv_heads } else { plan.heads };
+        let widest = plan.qk_dim.max(plan.v_dim);
+        let lanes = if *step < 8 { 32 } else { widest.div_ceil(8).next_power_of_two().max(8) };
+        let name = format!("train_attention_{kind}_{}_{step}_{lanes}", dtype.name());
+        let parts = args.rows as usize * heads;
+        ensure(u32::try_from(parts).is_ok(), || format!("{parts} rows of heads"))?;
+        self.launch(&name, Shape::new(parts.div_ceil(256 / lanes), 256)?, args)
     }
 }
 
@@ -402,5 +422,14 @@ fn own_args(
             (args.d_keys[at], args.d_values[at]) = (keys.arg(), values.arg());
         }
     }
-    Ok((args, plan.lanes(&views)))
+    let wide = x.q.dtype == Dtype::Bf16
+        && plan.qk_dim.is_multiple_of(8)
+        && plan.v_dim.is_multiple_of(8)
+        && views.iter().all(|view| view.in_vectors());
+    let step = match (x.q.dtype, wide) {
+        (Dtype::Bf16, true) => 8,
+        (Dtype::Bf16, false) => 1,
+        (Dtype::F32, _) => plan.lanes(&views),
+    };
+    Ok((args, step))
 }

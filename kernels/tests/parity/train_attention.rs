@@ -6,7 +6,7 @@ use kernels::cuda::{
 };
 use rayon::prelude::*;
 
-use super::{Gpu, Held, Named, Outcome, round, same, within};
+use super::{Gpu, Held, HeldVector, Named, Outcome, round, same, within};
 
 pub(crate) const CASES: &[Named] = &[
     ("train_attention_any", any),
@@ -142,7 +142,9 @@ fn values(gpu: &mut Gpu, p: &Problem) -> Values {
         own_v: (0..p.steps).map(|_| random(own * p.kv_heads * p.v, 1.0)).collect(),
         segments,
         visible,
-        own_rows: (0..p.steps as u32).map(|s| (0..queries as u32).map(|r| r + s).collect()).collect(),
+        own_rows: (0..p.steps as u32)
+            .map(|s| (0..queries as u32).map(|r| r + s).collect())
+            .collect(),
     }
 }
 
@@ -180,9 +182,9 @@ fn of_head(p: &Problem, x: &Values, kv_head: usize) -> Found {
     let (keys, vals) = ([p.kv_heads, kv_head, p.qk], [p.kv_heads, kv_head, p.v]);
     let group = p.heads / p.kv_heads;
     for &[first, end, start, _] in &x.segments {
-        for (row, head) in (first..end).flat_map(|row| {
-            (kv_head * group..(kv_head + 1) * group).map(move |head| (row, head))
-        }) {
+        for (row, head) in (first..end)
+            .flat_map(|row| (kv_head * group..(kv_head + 1) * group).map(move |head| (row, head)))
+        {
             let (query, mixed) = ([p.heads, head, p.qk], [p.heads, head, p.v]);
             let (q, d_out) = (part(&x.q, row, query), part(&x.d_out, row, mixed));
             // Step-0 keys, then own ones.
@@ -190,9 +192,10 @@ fn of_head(p: &Problem, x: &Values, kv_head: usize) -> Found {
             let own = |s: usize| x.own_rows[s][row] as usize;
             let mut all: Vec<(&[f32], &[f32])> =
                 seen.clone().map(|at| (part(&x.k, at, keys), part(&x.v, at, vals))).collect();
-            all.extend((0..p.steps).map(|s| {
-                (part(&x.own_k[s], own(s), keys), part(&x.own_v[s], own(s), vals))
-            }));
+            all.extend(
+                (0..p.steps)
+                    .map(|s| (part(&x.own_k[s], own(s), keys), part(&x.own_v[s], own(s), vals))),
+            );
             let scores: Vec<f32> = all.iter().map(|(k, _)| scale * dot(q, k)).collect();
             let most = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
             let sum: f64 = scores.iter().map(|s| f64::from(s - most).exp()).sum();
@@ -243,137 +246,186 @@ fn plain(p: &Problem, x: &Values) -> Found {
     all
 }
 
+/// Where gradients start that are added to.
+const EARLIER: f32 = 0.25;
+
+/// One problem on the device.
+struct Device<'a> {
+    problem: &'a Problem,
+    x: &'a Values,
+    q: Held,
+    k: Held,
+    v: Held,
+    visible: HeldVector<u32>,
+    segments: HeldVector<u32>,
+    own: Vec<Own>,
+}
+
+/// What rows made at one step, and the gradients of keys and values.
+struct Own {
+    rows: HeldVector<u32>,
+    keys: Held,
+    values: Held,
+    d_keys: Held,
+    d_values: Held,
+}
+
 /// A tensor [rows, heads, width] on the device, rows as the problem aligns them.
 fn held(gpu: &Gpu, p: &Problem, x: &[f32], cols: usize) -> Outcome<Held> {
     let pitch = cols.next_multiple_of(p.align) - cols;
     gpu.matrix(x, [x.len() / cols, cols], p.dtype, pitch)
 }
 
+fn heads(held: &Held, width: usize) -> DeviceHeads {
+    DeviceHeads::of(held.view, width, 0)
+}
+
+impl<'a> Device<'a> {
+    fn new(gpu: &Gpu, p: &'a Problem, x: &'a Values) -> Outcome<Self> {
+        let (k_cols, v_cols) = (p.kv_heads * p.qk, p.kv_heads * p.v);
+        let own = |s: usize| -> Outcome<Own> {
+            let earlier = |of: &[f32]| vec![EARLIER; of.len()];
+            Ok(Own {
+                rows: gpu.vector(&x.own_rows[s])?,
+                keys: held(gpu, p, &x.own_k[s], k_cols)?,
+                values: held(gpu, p, &x.own_v[s], v_cols)?,
+                d_keys: held(gpu, p, &earlier(&x.own_k[s]), k_cols)?,
+                d_values: held(gpu, p, &earlier(&x.own_v[s]), v_cols)?,
+            })
+        };
+        let segments: Vec<u32> = x.segments.iter().flatten().map(|&at| at as u32).collect();
+        Ok(Self {
+            problem: p,
+            x,
+            q: held(gpu, p, &x.q, p.heads * p.qk)?,
+            k: held(gpu, p, &x.k, k_cols)?,
+            v: held(gpu, p, &x.v, v_cols)?,
+            visible: gpu.vector(&x.visible)?,
+            segments: gpu.vector(&segments)?,
+            own: (0..p.steps).map(own).collect::<Outcome<_>>()?,
+        })
+    }
+
+    fn plan(&self, variant: AttentionVariant) -> TrainPlan {
+        let p = self.problem;
+        let longest = |size: fn(&(usize, usize)) -> usize| p.documents.iter().map(size).max();
+        TrainPlan {
+            heads: p.heads,
+            kv_heads: p.kv_heads,
+            qk_dim: p.qk,
+            v_dim: p.v,
+            scale: 1.0 / (p.qk as f32).sqrt(),
+            visible: self.visible.view,
+            segments: self.segments.view,
+            longest: [longest(|d| d.0).unwrap_or(0), longest(|d| d.1).unwrap_or(0)],
+            variant: Some(variant),
+        }
+    }
+
+    fn operands(&self, out: &Held, lse: &HeldVector<f32>) -> TrainOperands {
+        let p = self.problem;
+        TrainOperands {
+            q: heads(&self.q, p.qk),
+            k: heads(&self.k, p.qk),
+            v: heads(&self.v, p.v),
+            out: heads(out, p.v),
+            lse: lse.view,
+        }
+    }
+
+    fn own_steps(&self, backward: bool) -> Vec<OwnStep> {
+        let [qk, v] = [self.problem.qk, self.problem.v];
+        let step = |own: &Own| OwnStep {
+            keys: heads(&own.keys, qk),
+            values: heads(&own.values, v),
+            rows: own.rows.view,
+            gradients: backward.then(|| [heads(&own.d_keys, qk), heads(&own.d_values, v)]),
+        };
+        self.own.iter().map(step).collect()
+    }
+
+    fn forward(&self, gpu: &Gpu, variant: AttentionVariant, verdict: &mut Verdict<'_>) -> Outcome {
+        let (p, want) = (self.problem, verdict.want);
+        let out = held(gpu, p, &vec![9.0; self.x.d_out.len()], p.heads * p.v)?;
+        let lse = gpu.vector(&vec![9f32; want.lse.len()])?;
+        let (plan, views) = (self.plan(variant), self.operands(&out, &lse));
+        let on = gpu.kernels.on(&gpu.stream);
+        on.train_attention(&plan, &views)?;
+        on.merge_own(&plan, &views, &self.own_steps(false))?;
+        verdict.near("out", &gpu.values(&out)?, &want.out, 0.0);
+        let near = within("lse", &gpu.vector_values(&lse)?, &want.lse, (1e-4, 2e-3));
+        verdict.wrong.extend(near.err().map(|error| error.to_string()));
+        Ok(())
+    }
+
+    /// Starts from the plain version's output.
+    fn backward(&self, gpu: &Gpu, variant: AttentionVariant, verdict: &mut Verdict<'_>) -> Outcome {
+        let (p, x, want) = (self.problem, self.x, verdict.want);
+        let rounded: Vec<f32> = want.out.iter().map(|&x| round(x, p.dtype)).collect();
+        let out = held(gpu, p, &rounded, p.heads * p.v)?;
+        let d_out = held(gpu, p, &x.d_out, p.heads * p.v)?;
+        let d_q = held(gpu, p, &vec![9.0; x.q.len()], p.heads * p.qk)?;
+        let (lse, delta) = (gpu.vector(&want.lse)?, gpu.vector(&vec![9f32; want.lse.len()])?);
+        let (plan, views) = (self.plan(variant), self.operands(&out, &lse));
+        let gradient =
+            OwnGradient { d_out: heads(&d_out, p.v), d_q: heads(&d_q, p.qk), delta: delta.view };
+        let on = gpu.kernels.on(&gpu.stream);
+        on.own_gradient(&plan, &views, &self.own_steps(true), &gradient)?;
+        let upstream = TrainOperands { out: gradient.d_out, ..views };
+        on.train_attention_queries(&plan, &upstream, delta.view, gradient.d_q)?;
+        verdict.near("delta", &gpu.vector_values(&delta)?, &want.delta, 0.0);
+        verdict.near("d_q", &gpu.values(&d_q)?, &want.d_q, 0.0);
+        for (s, own) in self.own.iter().enumerate() {
+            verdict.near("d_own_k", &gpu.values(&own.d_keys)?, &want.d_own_k[s], EARLIER);
+            verdict.near("d_own_v", &gpu.values(&own.d_values)?, &want.d_own_v[s], EARLIER);
+        }
+        // Twice: the same bits each time.
+        let mut results = Vec::new();
+        for _ in 0..2 {
+            let d_k = held(gpu, p, &vec![EARLIER; x.k.len()], p.kv_heads * p.qk)?;
+            let d_v = held(gpu, p, &vec![EARLIER; x.v.len()], p.kv_heads * p.v)?;
+            let written = [heads(&d_k, p.qk), heads(&d_v, p.v)];
+            on.train_attention_keys(&plan, &upstream, delta.view, written)?;
+            results.push([gpu.values(&d_k)?, gpu.values(&d_v)?]);
+        }
+        verdict.near("d_k", &results[0][0], &want.d_k, EARLIER);
+        verdict.near("d_v", &results[0][1], &want.d_v, EARLIER);
+        same("d_k and d_v, twice", &results[1].concat(), &results[0].concat())
+    }
+}
+
 /// Collects what is wrong, so that one wrong kernel does not hide another.
 struct Verdict<'a> {
-    what: &'a str,
-    wrong: Vec<String>,
+    want: &'a Found,
     dtype: Dtype,
+    wrong: Vec<String>,
 }
 
 impl Verdict<'_> {
-    /// Allowed differences grow with the tensor's root mean square.
-    fn near(&mut self, name: &str, got: Outcome<Vec<f32>>, want: &[f32]) {
+    /// Allowed differences grow with the tensor's root mean square; `earlier` is in `got` alone.
+    fn near(&mut self, name: &str, got: &[f32], want: &[f32], earlier: f32) {
         let square = want.iter().map(|x| x * x).sum::<f32>() / want.len().max(1) as f32;
         let rms = square.sqrt();
         let allowed = match self.dtype {
             Dtype::Bf16 => (0.015, 0.02 * rms + 1e-3),
             Dtype::F32 => (1e-4, 1e-5 * rms + 2e-5),
         };
-        let outcome = got.and_then(|got| within(name, &got, want, allowed));
-        if let Err(error) = outcome {
+        let want: Vec<f32> = want.iter().map(|x| x + earlier).collect();
+        if let Err(error) = within(name, got, &want, allowed) {
             self.wrong.push(format!("{error} (rms {rms})"));
         }
     }
-
-    fn outcome(self) -> Outcome {
-        if self.wrong.is_empty() {
-            return Ok(());
-        }
-        Err(format!("{}: {}", self.what, self.wrong.join("; ")).into())
-    }
 }
 
-fn compare(gpu: &mut Gpu, variant: AttentionVariant, p: &Problem) -> Outcome {
-    let x = values(gpu, p);
-    let want = plain(p, &x);
-    let what = format!("{variant:?} {p:?}");
-    let mut verdict = Verdict { what: &what, wrong: Vec::new(), dtype: p.dtype };
-    let (q_cols, out_cols) = (p.heads * p.qk, p.heads * p.v);
-    let (k_cols, v_cols) = (p.kv_heads * p.qk, p.kv_heads * p.v);
-    let (q, k) = (held(gpu, p, &x.q, q_cols)?, held(gpu, p, &x.k, k_cols)?);
-    let v = held(gpu, p, &x.v, v_cols)?;
-    let out = held(gpu, p, &vec![9.0; x.d_out.len()], out_cols)?;
-    let lse = gpu.vector(&vec![9f32; want.lse.len()])?;
-    let visible = gpu.vector(&x.visible)?;
-    let segments: Vec<u32> = x.segments.iter().flatten().map(|&at| at as u32).collect();
-    let segments = gpu.vector(&segments)?;
-    let longest = |size: fn(&(usize, usize)) -> usize| p.documents.iter().map(size).max();
-    let plan = TrainPlan {
-        heads: p.heads,
-        kv_heads: p.kv_heads,
-        qk_dim: p.qk,
-        v_dim: p.v,
-        scale: 1.0 / (p.qk as f32).sqrt(),
-        visible: visible.view,
-        segments: segments.view,
-        longest: [longest(|d| d.0).unwrap_or(0), longest(|d| d.1).unwrap_or(0)],
-        variant: Some(variant),
-    };
-    let heads = |held: &Held, width| DeviceHeads::of(held.view, width, 0);
-    let views = TrainOperands {
-        q: heads(&q, p.qk),
-        k: heads(&k, p.qk),
-        v: heads(&v, p.v),
-        out: heads(&out, p.v),
-        lse: lse.view,
-    };
-    let (mut tensors, mut own) = (Vec::new(), Vec::new());
-    for s in 0..p.steps {
-        let rows = gpu.vector(&x.own_rows[s])?;
-        let (keys, vals) = (held(gpu, p, &x.own_k[s], k_cols)?, held(gpu, p, &x.own_v[s], v_cols)?);
-        let ones = |of: &[f32]| vec![1.0; of.len()];
-        let d_keys = held(gpu, p, &ones(&x.own_k[s]), k_cols)?;
-        let d_vals = held(gpu, p, &ones(&x.own_v[s]), v_cols)?;
-        own.push(OwnStep {
-            keys: heads(&keys, p.qk),
-            values: heads(&vals, p.v),
-            rows: rows.view,
-            gradients: None,
-        });
-        tensors.push((rows, keys, vals, d_keys, d_vals));
+fn compare(gpu: &mut Gpu, variant: AttentionVariant, problem: &Problem) -> Outcome {
+    let x = values(gpu, problem);
+    let want = plain(problem, &x);
+    let device = Device::new(gpu, problem, &x)?;
+    let mut verdict = Verdict { want: &want, dtype: problem.dtype, wrong: Vec::new() };
+    device.forward(gpu, variant, &mut verdict)?;
+    device.backward(gpu, variant, &mut verdict)?;
+    if verdict.wrong.is_empty() {
+        return Ok(());
     }
-    let on = gpu.kernels.on(&gpu.stream);
-    on.train_attention(&plan, &views)?;
-    on.merge_own(&plan, &views, &own)?;
-    verdict.near("out", gpu.values(&out), &want.out);
-    let got = gpu.vector_values(&lse)?;
-    let near = within("lse", &got, &want.lse, (1e-4, 2e-3));
-    verdict.wrong.extend(near.err().map(|error| error.to_string()));
-
-    // The backward passes start from the plain version's output.
-    let rounded: Vec<f32> = want.out.iter().map(|&x| round(x, p.dtype)).collect();
-    let (out, lse) = (held(gpu, p, &rounded, out_cols)?, gpu.vector(&want.lse)?);
-    let views = TrainOperands { out: heads(&out, p.v), lse: lse.view, ..views };
-    let d_out = held(gpu, p, &x.d_out, out_cols)?;
-    let d_q = held(gpu, p, &vec![9.0; x.q.len()], q_cols)?;
-    let delta = gpu.vector(&vec![9f32; want.lse.len()])?;
-    for (step, tensors) in own.iter_mut().zip(&tensors) {
-        step.gradients = Some([heads(&tensors.3, p.qk), heads(&tensors.4, p.v)]);
-    }
-    let gradient =
-        OwnGradient { d_out: heads(&d_out, p.v), d_q: heads(&d_q, p.qk), delta: delta.view };
-    on.own_gradient(&plan, &views, &own, &gradient)?;
-    let upstream = TrainOperands { out: gradient.d_out, ..views };
-    on.train_attention_queries(&plan, &upstream, delta.view, gradient.d_q)?;
-    verdict.near("delta", gpu.vector_values(&delta), &want.delta);
-    verdict.near("d_q", gpu.values(&d_q), &want.d_q);
-    let more = |x: &[f32]| x.iter().map(|x| x + 1.0).collect::<Vec<_>>();
-    for (s, tensors) in tensors.iter().enumerate() {
-        verdict.near("d_own_k", gpu.values(&tensors.3), &more(&want.d_own_k[s]));
-        verdict.near("d_own_v", gpu.values(&tensors.4), &more(&want.d_own_v[s]));
-    }
-    // Twice: the same bits each time.
-    let mut earlier: Option<[Vec<f32>; 2]> = None;
-    for _ in 0..2 {
-        let d_k = held(gpu, p, &vec![1.0; x.k.len()], k_cols)?;
-        let d_v = held(gpu, p, &vec![1.0; x.v.len()], v_cols)?;
-        let written = [heads(&d_k, p.qk), heads(&d_v, p.v)];
-        on.train_attention_keys(&plan, &upstream, delta.view, written)?;
-        let got = [gpu.values(&d_k)?, gpu.values(&d_v)?];
-        if let Some([d_k, d_v]) = &earlier {
-            same("second d_k", &got[0], d_k)?;
-            same("second d_v", &got[1], d_v)?;
-        } else {
-            verdict.near("d_k", Ok(got[0].clone()), &more(&want.d_k));
-            verdict.near("d_v", Ok(got[1].clone()), &more(&want.d_v));
-        }
-        earlier = Some(got);
-    }
-    verdict.outcome()
+    Err(format!("{variant:?} {problem:?}: {}", verdict.wrong.join("; ")).into())
 }
