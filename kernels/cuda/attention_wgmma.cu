@@ -105,7 +105,8 @@ __device__ __forceinline__ void consume(const AttentionArgs& a, const Task& task
     i32 least = first + task.ahead + 1, end = least + (i32)(threadIdx.x % 32 / 4);
     i32 ends[2] = {end, end + 8};
     Mixed<V> mixed;
-    mix<QK, V>(mixed, memory, group, task.tiles, ends, least, a.scale);
+    Pace pace = {};
+    mix<QK, V>(mixed, memory, group, task.tiles, ends, least, a.scale, pace);
     write_mixed<V>(mixed, a.out, task.head, task.q_start + first, task.q_end,
                    reinterpret_cast<float*>(a.lse), a.heads, a.scale);
 }
@@ -126,6 +127,7 @@ __device__ __forceinline__ void attend(const AttentionArgs& a) {
     task.tiles = max((min(task.first + ROWS, queries) + task.ahead + ROWS - 1) / ROWS, 0);
     if (threadIdx.x == 0) {
         barrier_init(memory.q_full(), 128);
+        barrier_init(memory.q_empty(), CONSUMER_WARPS);
         for (u32 stage = 0; stage < 2; stage++) {
             barrier_init(memory.k_full(stage), 128);
             barrier_init(memory.v_full(stage), 128);

@@ -12,6 +12,7 @@ struct TrainAttentionArgs {
     u64 lse, delta, visible, segments;
     u32 heads, kv_heads, qk_dim, v_dim, accumulate;
     float scale;
+    u32 blocks, documents;
 };
 
 struct Segment {
@@ -32,17 +33,11 @@ struct KeysMemory {
     __device__ u32 column(u32 stage, u32 of) const {
         return base + RESIDENT + TILE * STAGES + COLUMNS * (3 * stage + of);
     }
-    __device__ u32 resident() const { return column(STAGES, 0); }
-    __device__ u32 full(u32 stage) const { return resident() + 8 + 8 * stage; }
+    __device__ u32 item() const { return column(STAGES, 0); }
+    __device__ u32 ready() const { return item() + 32; }
+    __device__ u32 done() const { return item() + 40; }
+    __device__ u32 full(u32 stage) const { return item() + 48 + 8 * stage; }
     __device__ u32 empty(u32 stage) const { return full(STAGES) + 8 * stage; }
-};
-
-// What a block of keys works on: tiles of queries, of one head of the group after the other.
-struct KeysTask {
-    Segment segment;
-    i64 first, col_start;
-    i32 tiles, total;
-    u32 kv_head, group;
 };
 
 // Copies four bytes, or writes zeros.
@@ -52,42 +47,72 @@ __device__ __forceinline__ void copy_word(u32 to, u64 base, i64 at, bool real) {
                  : "memory");
 }
 
-template <int QK, int V, int N>
-__device__ __forceinline__ void produce_queries(const TrainAttentionArgs& a, const KeysTask& task,
-                                                KeysMemory<QK, V, N> memory) {
-    u32 lane = threadIdx.x, stage = 0, parity = 1, head = task.kv_head * task.group;
-    if (lane == 0) {
-        barrier_expect(memory.resident(), memory.RESIDENT);
-        copy_tile<QK, ROWS>(memory.k(), a.k_map, memory.resident(), task.kv_head, task.first);
-        copy_tile<V, ROWS>(memory.v(), a.v_map, memory.resident(), task.kv_head, task.first);
+// The first query of a document that sees `key`, by a whole warp.
+__device__ __forceinline__ u32 first_that_sees(const u32* visible, u32 key, u32 low, u32 high) {
+    // Queries before `low` do not see it, those from `high` on do.
+    while (low < high) {
+        u32 step = (high - low + 31) / 32, at = low + threadIdx.x % 32 * step;
+        u32 blind = __popc(__ballot_sync(FULL_WARP, at < high && visible[at] <= key));
+        if (blind == 0) return low;
+        low += (blind - 1) * step + 1;
+        high = min(low + step - 1, high);
     }
-    i64 col = task.col_start;
-    for (i32 t = 0; t < task.total; t++) {
-        barrier_wait(memory.empty(stage), parity);
-        u32 full = memory.full(stage);
+    return low;
+}
+
+// The copies of a block, by a whole warp.
+template <int QK, int V, int N>
+__device__ __forceinline__ void produce_queries(const TrainAttentionArgs& a,
+                                                KeysMemory<QK, V, N> memory) {
+    const u32* visible = reinterpret_cast<const u32*>(a.visible);
+    u32 lane = threadIdx.x, items = 0, group = a.heads / a.kv_heads;
+    Ring<KeysMemory<QK, V, N>::STAGES> ring = {0, 1};
+    for (Walk walk(a.documents, a.kv_heads, a.blocks); walk.next();) {
+        Segment segment = reinterpret_cast<const Segment*>(a.segments)[walk.document];
+        // The keys that most queries see go first.
+        u32 first = segment.k_start + walk.block * ROWS;
+        if (first >= segment.k_end) continue;
+        u32 start = first_that_sees(visible, first, segment.q_start, segment.q_end);
+        u32 each = (segment.q_end - start + N - 1) / N, tiles = each * group;
+        // The first use of memory passes at once: the phase before the first counts as over.
+        barrier_wait(memory.done(), items++ & 1 ^ 1);
         if (lane == 0) {
-            barrier_expect(full, memory.TILE);
-            copy_tile<QK, N>(memory.q(stage), a.q_map, full, head, col);
-            copy_tile<V, N>(memory.out(stage), a.out_map, full, head, col);
+            put_item(memory.item(), {first, segment.k_end, 0, walk.head, tiles, each});
+            barrier_expect(memory.ready(), memory.RESIDENT);
+            copy_tile<QK, ROWS>(memory.k(), a.k_map, memory.ready(), walk.head, first);
+            copy_tile<V, ROWS>(memory.v(), a.v_map, memory.ready(), walk.head, first);
         }
+        u32 head = walk.head * group, col = start;
+        for (u32 tile = 0; tile < tiles; tile++) {
+            u32 stage = ring.stage, full = memory.full(stage);
+            barrier_wait(memory.empty(stage), ring.parity);
+            if (lane == 0) {
+                barrier_expect(full, memory.TILE);
+                copy_tile<QK, N>(memory.q(stage), a.q_map, full, head, col);
+                copy_tile<V, N>(memory.out(stage), a.out_map, full, head, col);
+            }
 #pragma unroll
-        for (u32 i = lane; i < N; i += 32) {
-            i64 query = col + i;
-            bool real = query < task.segment.q_end;
-            copy_word(memory.column(stage, 0) + i * 4, a.lse, query * a.heads + head, real);
-            copy_word(memory.column(stage, 1) + i * 4, a.delta, query * a.heads + head, real);
-            copy_word(memory.column(stage, 2) + i * 4, a.visible, query, real);
+            for (u32 i = lane; i < N; i += 32) {
+                i64 query = col + i;
+                bool real = query < segment.q_end;
+                copy_word(memory.column(stage, 0) + i * 4, a.lse, query * a.heads + head, real);
+                copy_word(memory.column(stage, 1) + i * 4, a.delta, query * a.heads + head, real);
+                copy_word(memory.column(stage, 2) + i * 4, a.visible, query, real);
+            }
+            asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(full)
+                         : "memory");
+            ring.advance();
+            col += N;
+            if (col >= segment.q_end) {
+                col = start;
+                head++;
+            }
         }
-        asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(full) : "memory");
-        col += N;
-        if (col >= task.segment.q_end) {
-            col = task.col_start;
-            head++;
-        }
-        if (++stage == memory.STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
+    }
+    barrier_wait(memory.done(), items & 1 ^ 1);
+    if (lane == 0) {
+        put_item(memory.item(), {0, 0, 0, 0, STOP});
+        barrier_arrive(memory.ready());
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
@@ -150,28 +175,29 @@ __device__ __forceinline__ void pull_columns(float (&d)[N / 2], const u32 (&p)[N
 // Gradients of 64 keys and values, all 128 threads of warpgroup `group`. Scores and their gradients
 // have keys as rows, so that both are left operands in registers.
 template <int QK, int V, int N>
-__device__ __forceinline__ void consume_queries(const TrainAttentionArgs& a, const KeysTask& task,
-                                                KeysMemory<QK, V, N> memory, u32 group) {
+__device__ __forceinline__ void consume_queries(const TrainAttentionArgs& a, const Item& item,
+                                                KeysMemory<QK, V, N> memory,
+                                                Ring<KeysMemory<QK, V, N>::STAGES>& ring) {
     float d_k[QK / 2] = {}, d_v[V / 2] = {};
+    u32 group = threadIdx.x / 128 - 1, warp_first = item.first + (threadIdx.x / 32 - 4) * 16;
     u32 k = memory.k() + group * 64 * 128, v = memory.v() + group * 64 * 128;
-    i64 warp_first = task.first + group * 64 + threadIdx.x / 32 % 4 * 16;
-    u32 row = (u32)warp_first + threadIdx.x % 32 / 4;
+    u32 row = warp_first + threadIdx.x % 32 / 4;
     float scale = a.scale * LOG2E;
-    u32 stage = 0, parity = 0;
-    barrier_wait(memory.resident(), 0);
-    i32 place = 0;
-    for (i32 t = 0; t < task.total; t++) {
+    // Tiles until the last of a head, which may hold fewer queries than others.
+    u32 left = item.each;
+    for (u32 tile = 0; tile < item.tiles; tile++) {
         float s[N / 2], d[N / 2];
         u32 p[N / 16][4], ds[N / 16][4];
-        u32 q = memory.q(stage), out = memory.out(stage);
-        barrier_wait(memory.full(stage), parity);
+        u32 stage = ring.stage, q = memory.q(stage), out = memory.out(stage);
+        barrier_wait(memory.full(stage), ring.parity);
         products_begin();
         multiply_rows<QK, ROWS, N>(s, k, q);
         products_commit();
         multiply_rows<V, ROWS, N>(d, v, out);
         products_commit();
-        u32 least = shared_word(memory.column(stage, 2));
-        bool masked = ++place == task.tiles || (u32)warp_first + 16 > least;
+        bool last = --left == 0;
+        bool masked = last || warp_first + 16 > shared_word(memory.column(stage, 2));
+        if (last) left = item.each;
         products_wait<1>();
         pin(s);
         weigh_columns<N>(s, memory.column(stage, 0), memory.column(stage, 2), scale, row, masked);
@@ -188,46 +214,23 @@ __device__ __forceinline__ void consume_queries(const TrainAttentionArgs& a, con
         products_commit();
         products_wait<0>();
         release(memory.empty(stage));
-        if (place == task.tiles) place = 0;
-        if (++stage == memory.STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
+        ring.advance();
     }
+    release(memory.done());
     pin(d_k);
     pin(d_v);
-    write_rows<QK>(a.d_first, task.kv_head, warp_first, task.segment.k_end, d_k, a.scale,
-                   a.accumulate);
-    write_rows<V>(a.d_second, task.kv_head, warp_first, task.segment.k_end, d_v, 1.0f,
-                  a.accumulate);
+    write_rows<QK>(a.d_first, item.head, warp_first, item.end, d_k, a.scale, a.accumulate);
+    write_rows<V>(a.d_second, item.head, warp_first, item.end, d_v, 1.0f, a.accumulate);
 }
 
-// Gradients of 128 keys and values.
+// Gradients of keys and values.
 template <int QK, int V, int N>
 __device__ __forceinline__ void descend_keys(const TrainAttentionArgs& a) {
     extern __shared__ u8 raw[];
     KeysMemory<QK, V, N> memory = {(shared_address(raw) + 1023) & ~1023u};
-    KeysTask task;
-    task.segment = reinterpret_cast<const Segment*>(a.segments)[blockIdx.z];
-    // The keys that most queries see go first.
-    task.first = (i64)task.segment.k_start + (i64)blockIdx.x * ROWS;
-    if (task.first >= task.segment.k_end) return;
-    const u32* visible = reinterpret_cast<const u32*>(a.visible);
-    u32 low = task.segment.q_start, high = task.segment.q_end;
-    while (low < high) {
-        u32 middle = (low + high) / 2;
-        if (visible[middle] > task.first)
-            high = middle;
-        else
-            low = middle + 1;
-    }
-    task.kv_head = blockIdx.y;
-    task.group = a.heads / a.kv_heads;
-    task.col_start = low;
-    task.tiles = (i32)((task.segment.q_end - low + N - 1) / N);
-    task.total = task.tiles * (i32)task.group;
     if (threadIdx.x == 0) {
-        barrier_init(memory.resident(), 1);
+        barrier_init(memory.ready(), 1);
+        barrier_init(memory.done(), CONSUMER_WARPS);
         for (u32 stage = 0; stage < memory.STAGES; stage++) {
             // The copies' announcement, and each lane's words.
             barrier_init(memory.full(stage), 1 + 32);
@@ -238,10 +241,16 @@ __device__ __forceinline__ void descend_keys(const TrainAttentionArgs& a) {
     __syncthreads();
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        if (threadIdx.x < 32) produce_queries<QK, V, N>(a, task, memory);
-    } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-        consume_queries<QK, V, N>(a, task, memory, threadIdx.x / 128 - 1);
+        if (threadIdx.x < 32) produce_queries(a, memory);
+        return;
+    }
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    Ring<KeysMemory<QK, V, N>::STAGES> ring = {0, 0};
+    for (u32 items = 0;; items++) {
+        barrier_wait(memory.ready(), items & 1);
+        Item item = take_item(memory.item());
+        if (item.tiles == STOP) return;
+        consume_queries(a, item, memory, ring);
     }
 }
 
@@ -256,56 +265,89 @@ struct QueriesMemory {
     __device__ u32 out() const { return base + ROWS * QK * 2; }
     __device__ u32 k(u32 stage) const { return base + RESIDENT + K_BYTES * stage; }
     __device__ u32 v(u32 stage) const { return k(K_STAGES) + V_BYTES * stage; }
-    __device__ u32 resident() const { return v(V_STAGES); }
-    __device__ u32 k_full(u32 stage) const { return resident() + 8 + 8 * stage; }
+    __device__ u32 item() const { return v(V_STAGES); }
+    __device__ u32 ready() const { return item() + 32; }
+    __device__ u32 done() const { return item() + 40; }
+    __device__ u32 k_full(u32 stage) const { return item() + 48 + 8 * stage; }
     __device__ u32 k_empty(u32 stage) const { return k_full(K_STAGES) + 8 * stage; }
     __device__ u32 v_full(u32 stage) const { return k_empty(K_STAGES) + 8 * stage; }
     __device__ u32 v_empty(u32 stage) const { return v_full(V_STAGES) + 8 * stage; }
 };
 
-// Which of STAGES stages is next, and the parity of its phase.
-template <u32 STAGES>
-struct Ring {
-    u32 stage, parity;
-    __device__ void advance() {
-        if (++stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
+template <int QK, int V, int N>
+struct QueriesRings {
+    Ring<QueriesMemory<QK, V, N>::K_STAGES> k;
+    Ring<QueriesMemory<QK, V, N>::V_STAGES> v;
 };
 
-// Gradients of 64 queries, all 128 threads of warpgroup `group`.
+// The copies of a block, by one thread.
 template <int QK, int V, int N>
-__device__ __forceinline__ void consume_keys(const TrainAttentionArgs& a, const Segment& segment,
-                                             QueriesMemory<QK, V, N> memory, i64 warp_first,
-                                             i32 tiles) {
-    u32 group = threadIdx.x / 128 - 1, lane = threadIdx.x % 32, head = blockIdx.y;
+__device__ __forceinline__ void produce_keys(const TrainAttentionArgs& a,
+                                             QueriesMemory<QK, V, N> memory) {
+    const u32* visible = reinterpret_cast<const u32*>(a.visible);
+    QueriesRings<QK, V, N> rings = {{0, 1}, {0, 1}};
+    u32 items = 0;
+    for (Walk walk(a.documents, a.heads, a.blocks); walk.next();) {
+        Segment segment = reinterpret_cast<const Segment*>(a.segments)[walk.document];
+        // The rows that see most keys go first.
+        u32 first = segment.q_start + (a.blocks - 1 - walk.block) * ROWS;
+        if (first >= segment.q_end) continue;
+        u32 kv_head = walk.head / (a.heads / a.kv_heads);
+        u32 seen = visible[min(first + ROWS, segment.q_end) - 1] - segment.k_start;
+        u32 tiles = (seen + N - 1) / N;
+        // The first use of memory passes at once: the phase before the first counts as over.
+        barrier_wait(memory.done(), items++ & 1 ^ 1);
+        put_item(memory.item(), {first, segment.q_end, segment.k_start, walk.head, tiles});
+        barrier_expect(memory.ready(), memory.RESIDENT);
+        copy_tile<QK, ROWS>(memory.q(), a.q_map, memory.ready(), walk.head, first);
+        copy_tile<V, ROWS>(memory.out(), a.out_map, memory.ready(), walk.head, first);
+        for (u32 tile = 0; tile < tiles; tile++) {
+            i64 row = segment.k_start + (i64)tile * N;
+            u32 k_full = memory.k_full(rings.k.stage), v_full = memory.v_full(rings.v.stage);
+            barrier_wait(memory.k_empty(rings.k.stage), rings.k.parity);
+            barrier_expect(k_full, memory.K_BYTES);
+            copy_tile<QK, N>(memory.k(rings.k.stage), a.k_map, k_full, kv_head, row);
+            barrier_wait(memory.v_empty(rings.v.stage), rings.v.parity);
+            barrier_expect(v_full, memory.V_BYTES);
+            copy_tile<V, N>(memory.v(rings.v.stage), a.v_map, v_full, kv_head, row);
+            rings.k.advance();
+            rings.v.advance();
+        }
+    }
+    barrier_wait(memory.done(), items & 1 ^ 1);
+    put_item(memory.item(), {0, 0, 0, 0, STOP});
+    barrier_arrive(memory.ready());
+}
+
+// Gradients of 64 queries, all 128 threads of a warpgroup.
+template <int QK, int V, int N>
+__device__ __forceinline__ void consume_keys(const TrainAttentionArgs& a, const Item& item,
+                                             QueriesMemory<QK, V, N> memory,
+                                             QueriesRings<QK, V, N>& rings) {
+    u32 group = threadIdx.x / 128 - 1, lane = threadIdx.x % 32;
+    u32 warp_first = item.first + (threadIdx.x / 32 - 4) * 16;
     u32 q = memory.q() + group * 64 * 128, out = memory.out() + group * 64 * 128;
     const u32* visible = reinterpret_cast<const u32*>(a.visible);
     float lse[2], delta[2], scale = a.scale * LOG2E;
     i32 ends[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        i64 row = min(warp_first + lane / 4 + 8 * half, (i64)segment.q_end - 1);
-        lse[half] = reinterpret_cast<const float*>(a.lse)[row * a.heads + head] * LOG2E;
-        delta[half] = reinterpret_cast<const float*>(a.delta)[row * a.heads + head];
-        ends[half] = (i32)(visible[row] - segment.k_start);
+        i64 row = min(warp_first + lane / 4 + 8 * half, item.end - 1);
+        lse[half] = reinterpret_cast<const float*>(a.lse)[row * a.heads + item.head] * LOG2E;
+        delta[half] = reinterpret_cast<const float*>(a.delta)[row * a.heads + item.head];
+        ends[half] = (i32)(visible[row] - item.k_start);
     }
-    i32 least = (i32)(visible[min(warp_first, (i64)segment.q_end - 1)] - segment.k_start);
+    i32 least = (i32)(visible[min(warp_first, item.end - 1)] - item.k_start);
     float d_q[QK / 2] = {};
-    Ring<QueriesMemory<QK, V, N>::K_STAGES> at_k = {0, 0};
-    Ring<QueriesMemory<QK, V, N>::V_STAGES> at_v = {0, 0};
-    barrier_wait(memory.resident(), 0);
-    for (i32 tile = 0; tile < tiles; tile++) {
+    for (i32 tile = 0; tile < (i32)item.tiles; tile++) {
         float s[N / 2], d[N / 2];
-        u32 ds[N / 16][4];
-        barrier_wait(memory.k_full(at_k.stage), at_k.parity);
+        u32 ds[N / 16][4], k = memory.k(rings.k.stage);
+        barrier_wait(memory.k_full(rings.k.stage), rings.k.parity);
         products_begin();
-        multiply_rows<QK, ROWS, N>(s, q, memory.k(at_k.stage));
+        multiply_rows<QK, ROWS, N>(s, q, k);
         products_commit();
-        barrier_wait(memory.v_full(at_v.stage), at_v.parity);
-        multiply_rows<V, ROWS, N>(d, out, memory.v(at_v.stage));
+        barrier_wait(memory.v_full(rings.v.stage), rings.v.parity);
+        multiply_rows<V, ROWS, N>(d, out, memory.v(rings.v.stage));
         products_commit();
         products_wait<1>();
         pin(s);
@@ -320,36 +362,31 @@ __device__ __forceinline__ void consume_keys(const TrainAttentionArgs& a, const 
         }
         products_wait<0>();
         pin(d);
-        release(memory.v_empty(at_v.stage));
+        release(memory.v_empty(rings.v.stage));
 #pragma unroll
         for (int i = 0; i < N / 2; i++) s[i] *= d[i] - delta[i / 2 % 2];
         pack_columns(ds, s);
         products_begin();
-        multiply_columns<QK, N>(d_q, ds, memory.k(at_k.stage));
+        multiply_columns<QK, N>(d_q, ds, k);
         products_commit();
         products_wait<0>();
-        release(memory.k_empty(at_k.stage));
-        at_k.advance();
-        at_v.advance();
+        release(memory.k_empty(rings.k.stage));
+        rings.k.advance();
+        rings.v.advance();
     }
+    release(memory.done());
     pin(d_q);
-    write_rows<QK>(a.d_first, head, warp_first, segment.q_end, d_q, a.scale, a.accumulate);
+    write_rows<QK>(a.d_first, item.head, warp_first, item.end, d_q, a.scale, a.accumulate);
 }
 
-// Gradients of 128 queries.
+// Gradients of queries.
 template <int QK, int V, int N>
 __device__ __forceinline__ void descend_queries(const TrainAttentionArgs& a) {
     extern __shared__ u8 raw[];
     QueriesMemory<QK, V, N> memory = {(shared_address(raw) + 1023) & ~1023u};
-    Segment segment = reinterpret_cast<const Segment*>(a.segments)[blockIdx.z];
-    // The rows that see most keys go first.
-    i64 first = (i64)segment.q_start + (i64)(gridDim.x - 1 - blockIdx.x) * ROWS;
-    if (first >= segment.q_end) return;
-    u32 head = blockIdx.y, kv_head = head / (a.heads / a.kv_heads);
-    u32 end = reinterpret_cast<const u32*>(a.visible)[min(first + ROWS, (i64)segment.q_end) - 1];
-    i32 tiles = ((i32)(end - segment.k_start) + N - 1) / N;
     if (threadIdx.x == 0) {
-        barrier_init(memory.resident(), 1);
+        barrier_init(memory.ready(), 1);
+        barrier_init(memory.done(), CONSUMER_WARPS);
         for (u32 stage = 0; stage < memory.K_STAGES; stage++) {
             barrier_init(memory.k_full(stage), 1);
             barrier_init(memory.k_empty(stage), CONSUMER_WARPS);
@@ -363,27 +400,16 @@ __device__ __forceinline__ void descend_queries(const TrainAttentionArgs& a) {
     __syncthreads();
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        if (threadIdx.x != 0) return;
-        barrier_expect(memory.resident(), memory.RESIDENT);
-        copy_tile<QK, ROWS>(memory.q(), a.q_map, memory.resident(), head, first);
-        copy_tile<V, ROWS>(memory.out(), a.out_map, memory.resident(), head, first);
-        Ring<QueriesMemory<QK, V, N>::K_STAGES> at_k = {0, 1};
-        Ring<QueriesMemory<QK, V, N>::V_STAGES> at_v = {0, 1};
-        for (i32 tile = 0; tile < tiles; tile++) {
-            i64 row = segment.k_start + (i64)tile * N;
-            u32 k_full = memory.k_full(at_k.stage), v_full = memory.v_full(at_v.stage);
-            barrier_wait(memory.k_empty(at_k.stage), at_k.parity);
-            barrier_expect(k_full, memory.K_BYTES);
-            copy_tile<QK, N>(memory.k(at_k.stage), a.k_map, k_full, kv_head, row);
-            barrier_wait(memory.v_empty(at_v.stage), at_v.parity);
-            barrier_expect(v_full, memory.V_BYTES);
-            copy_tile<V, N>(memory.v(at_v.stage), a.v_map, v_full, kv_head, row);
-            at_k.advance();
-            at_v.advance();
-        }
-    } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-        consume_keys<QK, V, N>(a, segment, memory, first + (threadIdx.x / 32 - 4) * 16, tiles);
+        if (threadIdx.x == 0) produce_keys(a, memory);
+        return;
+    }
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    QueriesRings<QK, V, N> rings = {{0, 0}, {0, 0}};
+    for (u32 items = 0;; items++) {
+        barrier_wait(memory.ready(), items & 1);
+        Item item = take_item(memory.item());
+        if (item.tiles == STOP) return;
+        consume_keys(a, item, memory, rings);
     }
 }
 

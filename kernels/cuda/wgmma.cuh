@@ -162,6 +162,81 @@ struct Memory {
     __device__ u32 v_full(u32 stage) const { return barriers() + 24 + 8 * stage; }
     __device__ u32 k_empty(u32 stage) const { return barriers() + 40 + 8 * stage; }
     __device__ u32 v_empty(u32 stage) const { return barriers() + 56 + 8 * stage; }
+    __device__ u32 q_empty() const { return barriers() + 72; }
+    __device__ u32 item() const { return barriers() + 80; }
+};
+
+// How many tiles and items went through a block's stages.
+struct Pace {
+    u32 tiles, items;
+};
+
+// What a block works on next, as its copying warp tells the others; STOP tiles for the end.
+struct Item {
+    // First row, end of the document's rows, first key of the document.
+    u32 first, end, k_start;
+    u32 head, tiles;
+    // Tiles of one head of a group.
+    u32 each;
+};
+#define STOP NONE
+
+__device__ __forceinline__ void put_item(u32 to, const Item& item) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(item.first),
+                 "r"(item.end), "r"(item.k_start), "r"(item.head)
+                 : "memory");
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to + 16), "r"(item.tiles), "r"(item.each)
+                 : "memory");
+}
+__device__ __forceinline__ Item take_item(u32 from) {
+    Item item;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(item.first), "=r"(item.end), "=r"(item.k_start), "=r"(item.head)
+                 : "r"(from)
+                 : "memory");
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(item.tiles), "=r"(item.each)
+                 : "r"(from + 16)
+                 : "memory");
+    return item;
+}
+
+// Goes over a block's share of all (document, head, rows), two at a time: as much as the one
+// precedes the middle of its document the other follows it, so that all pairs are equal work.
+struct Walk {
+    u32 documents, heads, blocks;
+    u32 document, head, block;
+    u32 pair, second;
+
+    __device__ Walk(u32 documents, u32 heads, u32 blocks)
+        : documents(documents), heads(heads), blocks(blocks), pair(blockIdx.x), second(0) {}
+
+    __device__ bool next() {
+        u32 pairs = (blocks + 1) / 2;
+        while (pair < documents * heads * pairs) {
+            u32 place = pair % pairs, rest = pair / pairs;
+            head = rest % heads;
+            document = rest / heads;
+            block = second ? blocks - 1 - place : place;
+            bool middle = second && block == place;
+            if (second) pair += gridDim.x;
+            second ^= 1;
+            if (!middle) return true;
+        }
+        return false;
+    }
+};
+
+// Which of STAGES stages is next, and the parity of its phase.
+template <u32 STAGES>
+struct Ring {
+    u32 stage, parity;
+    __device__ void advance() {
+        if (++stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
 };
 
 // Hides from two rows of a thread the keys from `ends` on: columns of `s`, of which the first is
@@ -262,7 +337,7 @@ struct Mixed {
 // A thread's two rows see the keys before `ends`, all rows of its warp those before `least`.
 template <int QK, int V>
 __device__ __forceinline__ void mix(Mixed<V>& mixed, Memory<QK, V> memory, u32 group, i32 tiles,
-                                    const i32 (&ends)[2], i32 least, float scale) {
+                                    const i32 (&ends)[2], i32 least, float scale, Pace& pace) {
     scale *= LOG2E;
     u32 q = memory.q() + group * 64 * 128;
     float s[64];
@@ -271,32 +346,33 @@ __device__ __forceinline__ void mix(Mixed<V>& mixed, Memory<QK, V> memory, u32 g
     soft = {{-INFINITY_F, -INFINITY_F}, {0.0f, 0.0f}, {1.0f, 1.0f}};
 #pragma unroll
     for (int i = 0; i < V / 2; i++) mixed.o[i] = 0.0f;
-    barrier_wait(memory.q_full(), 0);
+    u32 at = pace.tiles;
+    pace.tiles += (u32)tiles;
+    barrier_wait(memory.q_full(), pace.items++ & 1);
     if (tiles > 0) {
-        barrier_wait(memory.k_full(0), 0);
+        barrier_wait(memory.k_full(at & 1), at >> 1 & 1);
         products_begin();
-        multiply_rows<QK, ROWS, ROWS>(s, q, memory.k(0));
+        multiply_rows<QK, ROWS, ROWS>(s, q, memory.k(at & 1));
         products_commit();
         products_wait<0>();
         pin(s);
-        release(memory.k_empty(0));
+        release(memory.k_empty(at & 1));
         if (ROWS > least) mask(s, 0, ends);
         soften(s, soft, scale);
         pack(p, s);
     }
-    for (i32 tile = 0; tile + 1 < tiles; tile++) {
-        u32 stage = tile & 1, next = stage ^ 1;
-        barrier_wait(memory.k_full(next), (tile + 1) >> 1 & 1);
+    for (i32 tile = 1; tile < tiles; tile++, at++) {
+        u32 stage = at & 1, next = stage ^ 1;
+        barrier_wait(memory.k_full(next), (at + 1) >> 1 & 1);
         products_begin();
         multiply_rows<QK, ROWS, ROWS>(s, q, memory.k(next));
         products_commit();
-        barrier_wait(memory.v_full(stage), tile >> 1 & 1);
+        barrier_wait(memory.v_full(stage), at >> 1 & 1);
         multiply_columns<V, ROWS>(mixed.o, p, memory.v(stage));
         products_commit();
         products_wait<1>();
         release(memory.k_empty(next));
-        i32 first_key = (tile + 1) * ROWS;
-        if (first_key + ROWS > least) mask(s, first_key, ends);
+        if (tile * ROWS + ROWS > least) mask(s, tile * ROWS, ends);
         soften(s, soft, scale);
         products_wait<0>();
         release(memory.v_empty(stage));
@@ -304,14 +380,15 @@ __device__ __forceinline__ void mix(Mixed<V>& mixed, Memory<QK, V> memory, u32 g
         for (int i = 0; i < V / 2; i++) mixed.o[i] *= soft.shrink[i / 2 % 2];
         pack(p, s);
     }
+    release(memory.q_empty());
     if (tiles > 0) {
-        u32 tile = (u32)tiles - 1;
-        barrier_wait(memory.v_full(tile & 1), tile >> 1 & 1);
+        barrier_wait(memory.v_full(at & 1), at >> 1 & 1);
         products_begin();
-        multiply_columns<V, ROWS>(mixed.o, p, memory.v(tile & 1));
+        multiply_columns<V, ROWS>(mixed.o, p, memory.v(at & 1));
         products_commit();
         products_wait<0>();
         pin(mixed.o);
+        release(memory.v_empty(at & 1));
     }
 }
 
@@ -344,26 +421,25 @@ __device__ __forceinline__ void write_mixed(const Mixed<V>& mixed, Heads out, u3
 template <int WIDTH>
 __device__ __forceinline__ void write_rows(Heads to, u32 head, i64 first, i64 end,
                                            const float (&c)[WIDTH / 2], float factor, bool add) {
-    u32 lane = threadIdx.x % 32;
+    i64 row = first + threadIdx.x % 32 / 4;
+    u32* at = reinterpret_cast<u32*>(reinterpret_cast<bf16*>(to.address) + row * to.row_stride +
+                                     head * to.head_stride + threadIdx.x % 4 * 2);
+    i64 further = to.row_stride * 4;
+    u32 old[2][WIDTH / 8];
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int n = 0; n < WIDTH / 8; n++)
+            old[half][n] = add && row + 8 * half < end ? at[further * half + n * 4] : 0;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        i64 row = first + lane / 4 + 8 * half;
-        if (row >= end) continue;
-        u32* at = reinterpret_cast<u32*>(reinterpret_cast<bf16*>(to.address) + row * to.row_stride +
-                                         head * to.head_stride + lane % 4 * 2);
-        u32 old[WIDTH / 8];
-        if (add) {
-#pragma unroll
-            for (int n = 0; n < WIDTH / 8; n++) old[n] = at[n * 4];
-        }
+        if (row + 8 * half >= end) continue;
 #pragma unroll
         for (int n = 0; n < WIDTH / 8; n++) {
-            float x = c[4 * n + 2 * half] * factor, y = c[4 * n + 2 * half + 1] * factor;
-            if (add) {
-                x += __uint_as_float(old[n] << 16);
-                y += __uint_as_float(old[n] & 0xffff0000u);
-            }
-            at[n * 4] = pack_bf16(x, y);
+            float x = c[4 * n + 2 * half] * factor + __uint_as_float(old[half][n] << 16);
+            float y =
+                c[4 * n + 2 * half + 1] * factor + __uint_as_float(old[half][n] & 0xffff0000u);
+            at[further * half + n * 4] = pack_bf16(x, y);
         }
     }
 }

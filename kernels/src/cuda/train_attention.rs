@@ -102,6 +102,9 @@ struct WgmmaArgs {
     /// Of q, k, v and out.
     maps: [TensorMap; 4],
     base: TrainAttentionArgs,
+    /// Blocks of 128 rows of the longest document.
+    blocks: u32,
+    documents: u32,
 }
 
 #[repr(C)]
@@ -157,7 +160,7 @@ impl WgmmaTiles {
             Pass::Queries => (128, 128, 128 * (4 * qk + 3 * v)),
         };
         let columns = if pass == Pass::Keys { 3 * 3 * 4 * queries } else { 0 };
-        Self { queries, keys, shared: 2 * values + columns + 1024 + 128 }
+        Self { queries, keys, shared: 2 * values + columns + 1024 + 256 }
     }
 
     fn maps(&self, plan: &TrainPlan, x: &TrainOperands) -> Result<[TensorMap; 4], CudaError> {
@@ -292,15 +295,18 @@ impl Launcher<'_> {
             scale: plan.scale,
         };
         let blocks = u32::try_from(longest.div_ceil(rows)).unwrap_or(u32::MAX);
-        let grid = (blocks, heads as u32, documents as u32);
-        let shape = Shape { grid, block: (threads, 1, 1), shared: shared as u32 };
-        match variant {
-            AttentionVariant::Wgmma => {
-                let maps = WgmmaTiles::of(pass, plan).maps(plan, x)?;
-                self.launch(&name, shape, &WgmmaArgs { maps, base })
-            }
-            _ => self.launch(&name, shape, &base),
+        let (block, shared) = ((threads, 1, 1), shared as u32);
+        if variant != AttentionVariant::Wgmma {
+            let grid = (blocks, heads as u32, documents as u32);
+            return self.launch(&name, Shape { grid, block, shared }, &base);
         }
+        // Blocks stay, and go over pairs of rows: those with much and with little work.
+        let pairs = longest.div_ceil(rows).div_ceil(2) * heads * documents;
+        ensure(u32::try_from(pairs).is_ok(), || format!("{pairs} pieces of attention"))?;
+        let grid = (pairs.min(self.kernels.multiprocessors()) as u32, 1, 1);
+        let maps = WgmmaTiles::of(pass, plan).maps(plan, x)?;
+        let args = WgmmaArgs { maps, base, blocks, documents: documents as u32 };
+        self.launch(&name, Shape { grid, block, shared }, &args)
     }
 
     /// The kernels for step-0 keys that the plan asks for, or the fastest.
