@@ -47,6 +47,7 @@ pub(crate) fn run(gpu: &mut Gpu, only: &str) -> Result<(), Box<dyn Error>> {
     bench.states()?;
     bench.attention()?;
     bench.train_attention()?;
+    bench.train_loss()?;
     bench.products()
 }
 
@@ -105,7 +106,7 @@ impl Bench<'_> {
     }
 
     /// Memory full of random numbers of a type.
-    fn filled(&mut self, values: usize, dtype: Dtype) -> Outcome<DeviceBuffer> {
+    pub(crate) fn filled(&mut self, values: usize, dtype: Dtype) -> Outcome<DeviceBuffer> {
         let bytes = values * dtype.size();
         let buffer = DeviceBuffer::new(self.gpu.kernels.context(), bytes)?;
         let block = self.gpu.rng.values(values.min(1 << 20), dtype);

@@ -1,8 +1,8 @@
-//! Times of the attention of training at the sizes of a Kimi-K2.5 draft, part by part.
+//! Times of attention and loss of training at the sizes of a Kimi-K2.5 draft, part by part.
 
 use kernels::cuda::{
-    AttentionVariant, DeviceBuffer, DeviceHeads, Dtype, OwnGradient, OwnStep, TrainOperands,
-    TrainPlan,
+    AttentionVariant, Comparison, DeviceBuffer, DeviceHeads, Dtype, OwnGradient, OwnStep,
+    RunningSoftmax, TeacherViews, TrainOperands, TrainPlan,
 };
 
 use crate::bench::{Bench, Work};
@@ -124,5 +124,48 @@ impl Bench<'_> {
         self.launches(&name("delta"), &bytes, |on| on.own_gradient(&plan, &views, &[], &gradient))?;
         drop::<Vec<[[DeviceBuffer; 2]; 2]>>(held);
         Ok(())
+    }
+
+    /// The softmaxes of teacher and draft: blocks as the trainer makes them.
+    pub(crate) fn train_loss(&mut self) -> Outcome {
+        let (states, block, rows, draft) = (4096, 8192, 2048, 32_000);
+        let (_logits, logits) = self.matrix([states, block], Dtype::F32)?;
+        let numbers = self.filled(2 * states, Dtype::F32)?;
+        let top = self.gpu.vector(&vec![0u32; states])?;
+        let running = RunningSoftmax {
+            most: numbers.vector(states),
+            total: numbers.vector(states),
+            top: top.view,
+        };
+        let work = Work::Bytes(states * block * 4);
+        self.launches("train scan [4096, 8192]", &work, |on| {
+            on.scan_vocabulary(&logits, 0, &running)
+        })?;
+        let (_teacher, teacher) = self.matrix([states, draft], Dtype::F32)?;
+        let (_draft, draft_logits) = self.matrix([rows, draft], Dtype::F32)?;
+        let (_gradient, gradient) = self.matrix([rows, draft], Dtype::Bf16)?;
+        let (_outcomes, outcomes) = self.matrix([rows, 3], Dtype::F32)?;
+        let lse = self.gpu.vector(&vec![11f32; states])?;
+        let work = Work::Bytes(states * draft * 4);
+        self.launches("train log_sum [4096, 32000]", &work, |on| on.log_sum(lse.view, &teacher))?;
+        let ids = self.gpu.vector(&(0..draft as u32).collect::<Vec<_>>())?;
+        let places = self.gpu.vector(&(0..rows as u32).collect::<Vec<_>>())?;
+        let weights = self.gpu.vector(&vec![1f32; rows])?;
+        let views = TeacherViews {
+            logits: teacher,
+            draft_lse: lse.view,
+            running,
+            first_state: 0,
+            ids: ids.view,
+        };
+        let call = Comparison {
+            logits: draft_logits,
+            gradient: Some(gradient),
+            outcomes,
+            states: places.view,
+            weights: weights.view,
+        };
+        let work = Work::Bytes(rows * draft * 10);
+        self.launches("train compare [2048, 32000]", &work, |on| on.compare(&call, &views))
     }
 }

@@ -156,7 +156,9 @@ impl WgmmaTiles {
             Pass::Forward => (128, 128, 128 * (3 * qk + 2 * v)),
             Pass::Keys if wide => (32, 128, (128 + 3 * 32) * (qk + v)),
             Pass::Keys => (64, 128, (128 + 3 * 64) * (qk + v)),
-            Pass::Queries if wide => (128, 64, (128 + 3 * 64) * (qk + v)),
+            Pass::Queries if wide => {
+                (128, 64, (128 + 3 * 64) * (qk + v))
+            }
             Pass::Queries => (128, 128, 128 * (4 * qk + 3 * v)),
         };
         let columns = if pass == Pass::Keys { 3 * 3 * 4 * queries } else { 0 };
