@@ -21,6 +21,13 @@ struct Sizes {
     widths: [usize; 2],
 }
 
+impl Sizes {
+    fn name(&self, part: &str) -> String {
+        let Self { rows, keys, documents, heads: [heads, kv_heads], widths: [qk, v] } = self;
+        format!("train {part} {heads}/{kv_heads} {qk}/{v} {rows} of {keys} x {documents}")
+    }
+}
+
 impl Bench<'_> {
     /// The parts of the attention of one step.
     pub(crate) fn train_attention(&mut self) -> Outcome {
@@ -35,42 +42,28 @@ impl Bench<'_> {
         self.train_attention_at(&small)
     }
 
+    fn held_heads(
+        &mut self,
+        [rows, heads, width]: [usize; 3],
+    ) -> Outcome<(DeviceBuffer, DeviceHeads)> {
+        let (buffer, view) = self.matrix([rows, heads * width], Dtype::Bf16)?;
+        Ok((buffer, DeviceHeads::of(view, width, 0)))
+    }
+
     fn train_attention_at(&mut self, sizes: &Sizes) -> Outcome {
         let Sizes { rows, keys, documents, heads: [heads, kv_heads], widths: [qk, v] } = *sizes;
-        let queries = rows * documents;
-        let mut tensor = |rows: usize, cols: usize, width: usize| -> Outcome<_> {
-            let (buffer, view) = self.matrix([rows, cols], Dtype::Bf16)?;
-            Ok((buffer, DeviceHeads::of(view, width, 0)))
-        };
-        let (_q, q) = tensor(queries, heads * qk, qk)?;
-        let (_d_q, d_q) = tensor(queries, heads * qk, qk)?;
-        let (_out, out) = tensor(queries, heads * v, v)?;
-        let (_d_out, d_out) = tensor(queries, heads * v, v)?;
-        let mut own = Vec::new();
-        let mut of_keys = || -> Outcome<_> {
-            let (keys_held, key) = tensor(keys * documents, kv_heads * qk, qk)?;
-            let (values_held, value) = tensor(keys * documents, kv_heads * v, v)?;
-            Ok(([keys_held, values_held], [key, value]))
-        };
-        let (_kv, [k, value]) = of_keys()?;
-        let (_d_kv, d_kv) = of_keys()?;
+        let (queries, all_keys) = (rows * documents, keys * documents);
+        let (_q, q) = self.held_heads([queries, heads, qk])?;
+        let (_d_q, d_q) = self.held_heads([queries, heads, qk])?;
+        let (_out, out) = self.held_heads([queries, heads, v])?;
+        let (_d_out, d_out) = self.held_heads([queries, heads, v])?;
+        let (_k, k) = self.held_heads([all_keys, kv_heads, qk])?;
+        let (_v, value) = self.held_heads([all_keys, kv_heads, v])?;
+        let (_d_k, d_k) = self.held_heads([all_keys, kv_heads, qk])?;
+        let (_d_v, d_v) = self.held_heads([all_keys, kv_heads, v])?;
         // Answers are the end of each document.
         let end = |row: usize| (row / rows * keys + keys - rows + row % rows + 1) as u32;
-        let ends = (0..queries).map(end).collect::<Vec<_>>();
-        let places = self.gpu.vector(&(0..queries as u32).collect::<Vec<_>>())?;
-        let mut held = Vec::new();
-        for _ in 0..STEPS {
-            let mut of_keys = || -> Outcome<_> {
-                let (keys_held, key) = self.matrix([queries, kv_heads * qk], Dtype::Bf16)?;
-                let (values_held, value) = self.matrix([queries, kv_heads * v], Dtype::Bf16)?;
-                let views = [DeviceHeads::of(key, qk, 0), DeviceHeads::of(value, v, 0)];
-                Ok(([keys_held, values_held], views))
-            };
-            let ((kv_held, [keys, values]), (d_held, gradients)) = (of_keys()?, of_keys()?);
-            held.push([kv_held, d_held]);
-            own.push(OwnStep { keys, values, rows: places.view, gradients: Some(gradients) });
-        }
-        let visible = self.gpu.vector(&ends)?;
+        let visible = self.gpu.vector(&(0..queries).map(end).collect::<Vec<_>>())?;
         let bounds: Vec<u32> = (0..documents)
             .flat_map(|d| [d * rows, (d + 1) * rows, d * keys, (d + 1) * keys].map(|at| at as u32))
             .collect();
@@ -89,41 +82,76 @@ impl Bench<'_> {
             variant: None,
         };
         let views = TrainOperands { q, k, v: value, out, lse: lse.view };
-        let upstream = TrainOperands { out: d_out, ..views };
-        let pairs = (queries * heads) as f64 * (keys as f64 - rows as f64 / 2.0);
-        let name = |part: &str| {
-            format!("train {part} {heads}/{kv_heads} {qk}/{v} {rows} of {keys} x {documents}")
-        };
+        let gradient = OwnGradient { d_out, d_q, delta: delta.view };
+        self.step_zero(sizes, &plan, &views, (&gradient, [d_k, d_v]))?;
+        self.own_keys(sizes, &plan, &views, &gradient)
+    }
+
+    /// Against the step-0 keys.
+    fn step_zero(
+        &mut self,
+        sizes: &Sizes,
+        plan: &TrainPlan,
+        views: &TrainOperands,
+        (gradient, of_keys): (&OwnGradient, [DeviceHeads; 2]),
+    ) -> Outcome {
+        let Sizes { rows, keys, documents, heads: [heads, _], widths: [qk, v] } = *sizes;
+        let pairs = (rows * documents * heads) as f64 * (keys as f64 - rows as f64 / 2.0);
+        let products = |of: usize| Work::Flops(2.0 * pairs * of as f64);
+        let upstream = TrainOperands { out: gradient.d_out, ..*views };
         for variant in [AttentionVariant::Mma, AttentionVariant::Wgmma] {
-            let plan = TrainPlan { variant: Some(variant), ..plan };
             if variant == AttentionVariant::Wgmma && self.gpu.kernels.arch().name() != "sm_90a" {
                 continue;
             }
-            let products = |of: usize| Work::Flops(2.0 * pairs * of as f64);
-            let named = |part: &str| name(&format!("{part} {variant:?}"));
+            let plan = TrainPlan { variant: Some(variant), ..*plan };
+            let named = |part: &str| sizes.name(&format!("{part} {variant:?}"));
             self.launches(&named("forward"), &products(qk + v), |on| {
-                on.train_attention(&plan, &views)
+                on.train_attention(&plan, views)
             })?;
             self.launches(&named("keys"), &products(2 * (qk + v)), |on| {
-                on.train_attention_keys(&plan, &upstream, delta.view, d_kv)
+                on.train_attention_keys(&plan, &upstream, gradient.delta, of_keys)
             })?;
             self.launches(&named("queries"), &products(2 * qk + v), |on| {
-                on.train_attention_queries(&plan, &upstream, delta.view, d_q)
+                on.train_attention_queries(&plan, &upstream, gradient.delta, gradient.d_q)
             })?;
+        }
+        Ok(())
+    }
+
+    /// Keys that rows made themselves, as at the last step.
+    fn own_keys(
+        &mut self,
+        sizes: &Sizes,
+        plan: &TrainPlan,
+        views: &TrainOperands,
+        gradient: &OwnGradient,
+    ) -> Outcome {
+        let Sizes { rows, documents, heads: [heads, kv_heads], widths: [qk, v], .. } = *sizes;
+        let queries = rows * documents;
+        let places = self.gpu.vector(&(0..queries as u32).collect::<Vec<_>>())?;
+        let (mut held, mut own) = (Vec::new(), Vec::new());
+        for _ in 0..STEPS {
+            let mut tensor = |width: usize| -> Outcome<DeviceHeads> {
+                let (buffer, view) = self.held_heads([queries, kv_heads, width])?;
+                held.push(buffer);
+                Ok(view)
+            };
+            let (keys, values) = (tensor(qk)?, tensor(v)?);
+            let gradients = Some([tensor(qk)?, tensor(v)?]);
+            own.push(OwnStep { keys, values, rows: places.view, gradients });
         }
         let row = 2 * queries * heads;
         let own_row = 2 * queries * kv_heads * (qk + v);
         let bytes = Work::Bytes(row * (qk + 2 * v) + STEPS * own_row);
-        self.launches(&name("merge_own"), &bytes, |on| on.merge_own(&plan, &views, &own))?;
+        self.launches(&sizes.name("merge_own"), &bytes, |on| on.merge_own(plan, views, &own))?;
         let bytes = Work::Bytes(row * 2 * (qk + v) + 3 * STEPS * own_row);
-        let gradient = OwnGradient { d_out, d_q, delta: delta.view };
-        self.launches(&name("own_gradient"), &bytes, |on| {
-            on.own_gradient(&plan, &views, &own, &gradient)
+        self.launches(&sizes.name("own_gradient"), &bytes, |on| {
+            on.own_gradient(plan, views, &own, gradient)
         })?;
         let bytes = Work::Bytes(row * 2 * (qk + v));
-        self.launches(&name("delta"), &bytes, |on| on.own_gradient(&plan, &views, &[], &gradient))?;
-        drop::<Vec<[[DeviceBuffer; 2]; 2]>>(held);
-        Ok(())
+        self.launches(&sizes.name("delta"), &bytes, |on| {
+            on.own_gradient(plan, views, &[], gradient)
+        })
     }
 
     /// The softmaxes of teacher and draft: blocks as the trainer makes them.
