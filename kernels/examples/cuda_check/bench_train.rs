@@ -143,7 +143,9 @@ impl Bench<'_> {
         let row = 2 * queries * heads;
         let own_row = 2 * queries * kv_heads * (qk + v);
         let bytes = Work::Bytes(row * (qk + 2 * v) + STEPS * own_row);
-        self.launches(&sizes.name("merge_own"), &bytes, |on| on.merge_own(plan, views, &own))?;
+        let forward = own.iter().map(|step| OwnStep { gradients: None, ..*step });
+        let forward: Vec<_> = forward.collect();
+        self.launches(&sizes.name("merge_own"), &bytes, |on| on.merge_own(plan, views, &forward))?;
         let bytes = Work::Bytes(row * 2 * (qk + v) + 3 * STEPS * own_row);
         self.launches(&sizes.name("own_gradient"), &bytes, |on| {
             on.own_gradient(plan, views, &own, gradient)

@@ -204,7 +204,9 @@ fn of_head(p: &Problem, x: &Values, kv_head: usize) -> Found {
             let weights: Vec<f32> = scores.iter().map(|s| (s - lse).exp()).collect();
             let out = part_mut(&mut found.out, row, mixed);
             all.iter().zip(&weights).for_each(|((_, v), w)| add(out, v, *w));
-            let delta = dot(out, d_out);
+            // Kernels take it from the output as it is kept.
+            let kept: Vec<f32> = out.iter().map(|&x| round(x, p.dtype)).collect();
+            let delta = dot(&kept, d_out);
             found.delta[row * p.heads + head] = delta;
             for (at, ((k, v), weight)) in all.iter().zip(&weights).enumerate() {
                 let pull = weight * (dot(d_out, v) - delta) * scale;
