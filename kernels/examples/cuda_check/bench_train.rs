@@ -112,7 +112,7 @@ impl Bench<'_> {
                 on.train_attention_keys(&plan, &upstream, gradient.delta, of_keys)
             })?;
             self.launches(&named("queries"), &products(2 * qk + v), |on| {
-                on.train_attention_queries(&plan, &upstream, gradient.delta, gradient.d_q)
+                on.train_attention_queries(&plan, &upstream, gradient.delta, (gradient.d_q, true))
             })?;
         }
         Ok(())
@@ -150,7 +150,7 @@ impl Bench<'_> {
         self.launches(&sizes.name("own_gradient"), &bytes, |on| {
             on.own_gradient(plan, views, &own, gradient)
         })?;
-        let bytes = Work::Bytes(row * 2 * (qk + v));
+        let bytes = Work::Bytes(row * 2 * v);
         self.launches(&sizes.name("delta"), &bytes, |on| {
             on.own_gradient(plan, views, &[], gradient)
         })

@@ -68,7 +68,7 @@ pub struct OwnStep {
 pub struct OwnGradient {
     /// Gradient of the output, [queries, heads, v_dim].
     pub d_out: DeviceHeads,
-    /// Written: the own keys' part of the queries' gradient.
+    /// Written if there are own keys: their part of the queries' gradient.
     pub d_q: DeviceHeads,
     /// Written: the output along its gradient, row-major [queries, heads].
     pub delta: DeviceVector<f32>,
@@ -156,9 +156,7 @@ impl WgmmaTiles {
             Pass::Forward => (128, 128, 128 * (3 * qk + 2 * v)),
             Pass::Keys if wide => (32, 128, (128 + 3 * 32) * (qk + v)),
             Pass::Keys => (64, 128, (128 + 3 * 64) * (qk + v)),
-            Pass::Queries if wide => {
-                (128, 64, (128 + 3 * 64) * (qk + v))
-            }
+            Pass::Queries if wide => (128, 64, (128 + 3 * 64) * (qk + v)),
             Pass::Queries => (128, 128, 128 * (4 * qk + 3 * v)),
         };
         let columns = if pass == Pass::Keys { 3 * 3 * 4 * queries } else { 0 };
@@ -231,15 +229,15 @@ impl Launcher<'_> {
         self.attention_pass(plan, x, (Pass::Keys, gradients, delta, true))
     }
 
-    /// Gradient of the queries through the step-0 keys, added to what is there.
+    /// Gradient of the queries through the step-0 keys, written, or added to what is there.
     pub fn train_attention_queries(
         &self,
         plan: &TrainPlan,
         x: &TrainOperands,
         delta: DeviceVector<f32>,
-        gradient: DeviceHeads,
+        (gradient, add): (DeviceHeads, bool),
     ) -> Result<(), CudaError> {
-        self.attention_pass(plan, x, (Pass::Queries, [gradient, gradient], delta, true))
+        self.attention_pass(plan, x, (Pass::Queries, [gradient, gradient], delta, add))
     }
 
     fn attention_pass(
@@ -345,8 +343,8 @@ impl Launcher<'_> {
         self.own_pass("own", plan, x.q.dtype, &args)
     }
 
-    /// `delta`, and the gradients through the own keys. `x.out` is the output itself. Needed
-    /// without own keys too: it writes zeros to `d_q` then.
+    /// `delta`, and the gradients through the own keys. `x.out` is the output itself. Without own
+    /// keys `d_q` is not written.
     pub fn own_gradient(
         &self,
         plan: &TrainPlan,
