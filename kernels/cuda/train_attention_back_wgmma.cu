@@ -219,8 +219,9 @@ __device__ __forceinline__ void consume_queries(const TrainAttentionArgs& a, con
     release(memory.done());
     pin(d_k);
     pin(d_v);
-    write_rows<QK>(a.d_first, item.head, warp_first, item.end, d_k, a.scale, a.accumulate);
-    write_rows<V>(a.d_second, item.head, warp_first, item.end, d_v, 1.0f, a.accumulate);
+    float factors[2] = {a.scale, a.scale}, ones[2] = {1.0f, 1.0f};
+    write_rows<QK>(a.d_first, item.head, warp_first, item.end, d_k, factors, a.accumulate);
+    write_rows<V>(a.d_second, item.head, warp_first, item.end, d_v, ones, a.accumulate);
 }
 
 // Gradients of keys and values.
@@ -376,7 +377,8 @@ __device__ __forceinline__ void consume_keys(const TrainAttentionArgs& a, const 
     }
     release(memory.done());
     pin(d_q);
-    write_rows<QK>(a.d_first, item.head, warp_first, item.end, d_q, a.scale, a.accumulate);
+    float factors[2] = {a.scale, a.scale};
+    write_rows<QK>(a.d_first, item.head, warp_first, item.end, d_q, factors, a.accumulate);
 }
 
 // Gradients of queries.

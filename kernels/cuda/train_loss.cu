@@ -62,20 +62,32 @@ __device__ __forceinline__ Best block_best(Best mine) {
     return mine;
 }
 
+// Two instructions, right to about 2^-21: a row has tens of thousands of them.
+__device__ __forceinline__ float exponential(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
+    return y;
+}
+
 // Largest value of a row, and the sum of exponentials relative to it.
 struct Peak {
     Best best;
     float total;
 
-    // One pass with a running peak, as a row is long.
+    // One pass with a running peak, as a row is long. A new peak is rare.
     template <int V>
     __device__ __forceinline__ void take(const float (&x)[V], u32 first) {
-        float before = best.value;
+        float most = x[0];
 #pragma unroll
-        for (int i = 0; i < V; i++) best = better(best, {x[i], first + i});
-        if (best.value > before) total *= expf(before - best.value);
+        for (int i = 1; i < V; i++) most = fmaxf(most, x[i]);
+        if (best.place == NONE || most > best.value) {
+            total *= exponential(best.value - most);
 #pragma unroll
-        for (int i = 0; i < V; i++) total += expf(x[i] - best.value);
+            for (int i = V; i-- > 0;)
+                if (x[i] == most) best = {most, first + i};
+        }
+#pragma unroll
+        for (int i = 0; i < V; i++) total += exponential(x[i] - best.value);
     }
 
     // Over a block, given to all threads.
@@ -142,8 +154,9 @@ __device__ __forceinline__ void compare(const CompareArgs& a) {
     const float* z = row_of<const float>(a.logits, r);
     const float* t = row_of<const float>(a.teacher, state);
     float draft_lse = reinterpret_cast<const float*>(a.draft_lse)[state];
-    float full_lse = reinterpret_cast<const float*>(a.most)[state] +
-                     logf(reinterpret_cast<const float*>(a.total)[state]);
+    // Of the teacher's whole distribution the share that draft tokens have.
+    float seen = expf(draft_lse - reinterpret_cast<const float*>(a.most)[state]) /
+                 reinterpret_cast<const float*>(a.total)[state];
     float weight = reinterpret_cast<const float*>(a.weights)[r];
     Peak peak = NOTHING;
     float expected = 0.0f;
@@ -154,7 +167,7 @@ __device__ __forceinline__ void compare(const CompareArgs& a) {
         if (a.keep) store(kept + c, x);
         peak.take(x, c);
 #pragma unroll
-        for (int i = 0; i < V; i++) expected += expf(y[i] - draft_lse) * x[i];
+        for (int i = 0; i < V; i++) expected += exponential(y[i] - draft_lse) * x[i];
     }
     peak = peak.whole();
     expected = block_sum(expected);
@@ -168,9 +181,9 @@ __device__ __forceinline__ void compare(const CompareArgs& a) {
         load(y, t + c);
 #pragma unroll
         for (int i = 0; i < V; i++) {
-            float q = expf(x[i] - lse);
-            overlap += fminf(expf(y[i] - full_lse), q);
-            x[i] = weight * (q - expf(y[i] - draft_lse));
+            float q = exponential(x[i] - lse), p = exponential(y[i] - draft_lse);
+            overlap += fminf(p * seen, q);
+            x[i] = weight * (q - p);
         }
         if (a.gradient.address) store(row_of<T>(a.gradient, r) + c, x);
     }

@@ -392,56 +392,85 @@ __device__ __forceinline__ void mix(Mixed<V>& mixed, Memory<QK, V> memory, u32 g
     }
 }
 
+// Exchanges four words of each of four neighbouring lanes: word n of lane j becomes word j of lane
+// n.
+__device__ __forceinline__ void transpose(u32 (&x)[4]) {
+    bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+        u32 other = __shfl_xor_sync(FULL_WARP, odd ? x[i] : x[i + 1], 1);
+        if (odd)
+            x[i] = other;
+        else
+            x[i + 1] = other;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        u32 other = __shfl_xor_sync(FULL_WARP, high ? x[i] : x[i + 2], 2);
+        if (high)
+            x[i] = other;
+        else
+            x[i + 2] = other;
+    }
+}
+
+// Writes c [64, WIDTH] of a warpgroup, times `factors` of a thread's two rows, to rows of one head,
+// or adds it to what is there. Row 0 of the warp is `first`, none is from `end` on.
+template <int WIDTH>
+__device__ __forceinline__ void write_rows(Heads to, u32 head, i64 first, i64 end,
+                                           const float (&c)[WIDTH / 2], const float (&factors)[2],
+                                           bool add) {
+    // Sixteen bytes a lane: columns 8 lane .. 8 lane + 7 of each 32.
+    i64 row = first + threadIdx.x % 32 / 4;
+    bf16* start = reinterpret_cast<bf16*>(to.address) + row * to.row_stride +
+                  head * to.head_stride + threadIdx.x % 4 * 8;
+    uint4 old[2][WIDTH / 32];
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int n = 0; n < WIDTH / 32; n++)
+            old[half][n] =
+                add && row + 8 * half < end
+                    ? *reinterpret_cast<const uint4*>(start + to.row_stride * 8 * half + n * 32)
+                    : make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+#pragma unroll
+        for (int n = 0; n < WIDTH / 32; n++) {
+            u32 x[4] = {old[half][n].x, old[half][n].y, old[half][n].z, old[half][n].w};
+            if (add) transpose(x);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                int at = 4 * (4 * n + i) + 2 * half;
+                x[i] = pack_bf16(c[at] * factors[half] + __uint_as_float(x[i] << 16),
+                                 c[at + 1] * factors[half] + __uint_as_float(x[i] & 0xffff0000u));
+            }
+            transpose(x);
+            if (row + 8 * half < end)
+                *reinterpret_cast<uint4*>(start + to.row_stride * 8 * half + n * 32) =
+                    make_uint4(x[0], x[1], x[2], x[3]);
+        }
+    }
+}
+
 // Divides and writes; row 0 of the warp is query `first`, none is from `end` on. `lse` is row-major
 // [queries, heads], or null.
 template <int V>
 __device__ __forceinline__ void write_mixed(const Mixed<V>& mixed, Heads out, u32 head, i64 first,
                                             i64 end, float* lse, u32 heads, float scale) {
     u32 lane = threadIdx.x % 32;
+    float factors[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         float sum = mixed.soft.sum[half];
         sum += __shfl_xor_sync(FULL_WARP, sum, 1);
         sum += __shfl_xor_sync(FULL_WARP, sum, 2);
+        factors[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
         i64 row = first + (i32)(lane / 4) + half * 8;
-        if (row >= end) continue;
-        float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
-        bf16* to =
-            reinterpret_cast<bf16*>(out.address) + row * out.row_stride + head * out.head_stride;
-#pragma unroll
-        for (int n = 0; n < V / 8; n++)
-            *reinterpret_cast<u32*>(to + n * 8 + lane % 4 * 2) = pack_bf16(
-                mixed.o[4 * n + 2 * half] * factor, mixed.o[4 * n + 2 * half + 1] * factor);
-        if (lse && lane % 4 == 0)
+        if (lse && row < end && lane % 4 == 0)
             lse[row * heads + head] = mixed.soft.most[half] * scale + logf(sum);
     }
-}
-
-// Adds c [64, WIDTH] * factor of a warpgroup to rows of one head, or writes it.
-template <int WIDTH>
-__device__ __forceinline__ void write_rows(Heads to, u32 head, i64 first, i64 end,
-                                           const float (&c)[WIDTH / 2], float factor, bool add) {
-    i64 row = first + threadIdx.x % 32 / 4;
-    u32* at = reinterpret_cast<u32*>(reinterpret_cast<bf16*>(to.address) + row * to.row_stride +
-                                     head * to.head_stride + threadIdx.x % 4 * 2);
-    i64 further = to.row_stride * 4;
-    u32 old[2][WIDTH / 8];
-#pragma unroll
-    for (int half = 0; half < 2; half++)
-#pragma unroll
-        for (int n = 0; n < WIDTH / 8; n++)
-            old[half][n] = add && row + 8 * half < end ? at[further * half + n * 4] : 0;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        if (row + 8 * half >= end) continue;
-#pragma unroll
-        for (int n = 0; n < WIDTH / 8; n++) {
-            float x = c[4 * n + 2 * half] * factor + __uint_as_float(old[half][n] << 16);
-            float y =
-                c[4 * n + 2 * half + 1] * factor + __uint_as_float(old[half][n] & 0xffff0000u);
-            at[further * half + n * 4] = pack_bf16(x, y);
-        }
-    }
+    write_rows<V>(out, head, first, end, mixed.o, factors, false);
 }
 
 // Values as the left operand of the next product.
