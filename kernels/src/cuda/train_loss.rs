@@ -203,7 +203,7 @@ impl Launcher<'_> {
         if logits.rows == 0 {
             return Ok(());
         }
-        // A long row takes most of the shared memory, and then one block has a multiprocessor alone.
+        // A long row takes most of the shared memory: one block has a multiprocessor alone.
         let bytes = logits.cols * size_of::<f32>();
         let keep = bytes + SHARED_REST <= self.kernels.shared_limit();
         let threads = if keep && logits.cols > 8192 { 1024 } else { THREADS };
