@@ -175,7 +175,8 @@ impl WgmmaTiles {
 }
 
 /// Blocks that share the pairs; block b takes pairs b, b + stride and so on. An odd number, unless
-/// the longest share grows by that: then no block meets the same places of each head again and again.
+/// the longest share grows by that: no block then meets the same places of each head again and
+/// again.
 fn stride(pairs: usize, multiprocessors: usize) -> usize {
     let all = pairs.min(multiprocessors).max(1);
     let odd = (all - 1) | 1;
