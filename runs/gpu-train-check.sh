@@ -12,58 +12,7 @@ bin=$(cd "${1:?a folder with the binary}" && pwd) || exit 78
 part=${2:-all}
 cd "$(dirname "$0")/.." || exit 70
 logs=${AERIE_LOGS:-$(mktemp -d /tmp/aerie-gpu-train.XXXXXX)}
-mkdir -p "$logs"
-export AERIE_KERNEL_CACHE=${AERIE_KERNEL_CACHE:-$logs/kernels}
-
-# The libraries of NVIDIA's wheels carry a version in their names only.
-links=$(mktemp -d)
-places=(/usr/local/cuda/lib64 /usr/lib/x86_64-linux-gnu)
-site=$(python3 -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' 2>/dev/null)
-[ -n "$site" ] && places+=("$site/nvidia/cu13/lib" "$site/nvidia/cublas/lib"
-    "$site/nvidia/cuda_nvrtc/lib")
-path=$links
-for place in "${places[@]}"; do
-    [ -d "$place" ] || continue
-    path=$path:$place
-    for library in cublasLt nvrtc; do
-        [ -e "$links/lib$library.so" ] && continue
-        found=$(ls "$place"/lib$library.so* 2>/dev/null | grep -v alt | sort | tail -1)
-        [ -n "$found" ] && ln -s "$found" "$links/lib$library.so"
-    done
-done
-export LD_LIBRARY_PATH=$path${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
-# Headers for the kernels that burn compiles.
-if [ -z "${CUDA_PATH:-}" ] && [ ! -d /usr/local/cuda/include ] && [ -d "$site/nvidia/cu13/include" ]; then
-    export CUDA_PATH=$site/nvidia/cu13
-fi
-echo "libraries: $(cd "$links" && for l in *; do readlink "$l"; done | tr '\n' ' ') CUDA_PATH=${CUDA_PATH:-}"
-
-table=$logs/table.txt
-: >"$table"
-failed=0
-
-# step NAME SECONDS PATTERN COMMAND...: the last line that matches PATTERN goes to the table.
-step() {
-    local name=$1 limit=$2 pattern=$3 log start code seconds said
-    shift 3
-    log=$logs/${name// /-}.log
-    start=$(date +%s.%N)
-    echo "== $name: $*"
-    timeout "$limit" "$@" >"$log" 2>&1
-    code=$?
-    seconds=$(awk -v from="$start" -v to="$(date +%s.%N)" 'BEGIN { print to - from }')
-    said=$(grep -E "$pattern" "$log" | tail -1 | tr -s ' ' | cut -c1-150)
-    if [ $code -eq 0 ]; then
-        printf 'pass     %-26s %6.1f s  %s\n' "$name" "$seconds" "$said" | tee -a "$table"
-        return
-    fi
-    failed=1
-    said=${said:-$(grep -E 'ERROR|error|panic' "$log" | tail -1 | cut -c1-200)}
-    printf 'FAIL %3d %-26s %6.1f s  %s\n' $code "$name" "$seconds" "$said" | tee -a "$table"
-    echo "-- lines above the tolerance, and the end of $log:"
-    grep -h 'above the tolerance' "$log" | head -40
-    tail -15 "$log"
-}
+. runs/steps.sh
 
 # The largest difference of a log of `trainer check`.
 worst() {
@@ -112,7 +61,5 @@ if [ "$part" != checks ]; then
     bench "kimi 4096 half" --tokens 4096 --document 4096 --answer-fraction 0.5
 fi
 
-echo
-echo "== $(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | head -1)"
-cat "$table"
+finish
 exit $failed

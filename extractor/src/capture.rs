@@ -1,8 +1,10 @@
 //! The states of one batch, as the target returns them. Knows nothing of files.
 
 use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
 
 use half::bf16;
+use rayon::prelude::*;
 use shared::{LayerIndex, StateDtype, StateRows};
 
 /// Hidden states of every token of a batch at the requested layers.
@@ -35,6 +37,8 @@ pub enum LayerRows {
     F32(Vec<f32>),
     /// bfloat16.
     Bf16(Vec<bf16>),
+    /// Pieces of one number format, end to end, as they came from the ranks.
+    Pieces(Vec<LayerRows>),
 }
 
 impl LayerRows {
@@ -43,6 +47,7 @@ impl LayerRows {
         match self {
             Self::F32(values) => values.len(),
             Self::Bf16(values) => values.len(),
+            Self::Pieces(pieces) => pieces.iter().map(Self::len).sum(),
         }
     }
 
@@ -56,6 +61,7 @@ impl LayerRows {
         match self {
             Self::F32(values) => size_of_val(values.as_slice()),
             Self::Bf16(values) => size_of_val(values.as_slice()),
+            Self::Pieces(pieces) => pieces.iter().map(Self::bytes).sum(),
         }
     }
 
@@ -64,6 +70,7 @@ impl LayerRows {
         match self {
             Self::F32(_) => "f32",
             Self::Bf16(_) => "bf16",
+            Self::Pieces(pieces) => pieces.first().map_or("f32", Self::dtype),
         }
     }
 
@@ -72,6 +79,7 @@ impl LayerRows {
         match self {
             Self::F32(values) => values.clone(),
             Self::Bf16(values) => values.iter().map(|value| value.to_f32()).collect(),
+            Self::Pieces(pieces) => pieces.iter().flat_map(Self::to_f32).collect(),
         }
     }
 
@@ -85,22 +93,157 @@ impl LayerRows {
                 StateRows::from_f32(&values, hidden_size, dtype)
             }
             (Self::F32(values), _) => StateRows::from_f32(&values[range], hidden_size, dtype),
+            (Self::Pieces(pieces), _) => {
+                let mut first = 0;
+                for piece in pieces {
+                    let last = first + piece.len();
+                    if first <= range.start && range.end <= last {
+                        let own = range.start - first..range.end - first;
+                        return piece.store(own, hidden_size, dtype);
+                    }
+                    first = last;
+                }
+                let values = Self::cut(pieces, &range);
+                values.store(0..values.len(), hidden_size, dtype)
+            }
         }
     }
 
-    /// Appends rows of the same number format; gives them back if theirs is another.
-    pub(crate) fn append(&mut self, more: Self) -> Result<(), Self> {
-        match (self, more) {
-            (Self::F32(values), Self::F32(more)) => values.extend_from_slice(&more),
-            (Self::Bf16(values), Self::Bf16(more)) => values.extend_from_slice(&more),
-            (_, more) => return Err(more),
+    /// The values numbered `range`, which go across pieces.
+    fn cut(pieces: &[Self], range: &Range<usize>) -> Self {
+        let mut values = Self::default();
+        let mut first = 0;
+        for piece in pieces {
+            let start = range.start.clamp(first, first + piece.len()) - first;
+            let end = range.end.clamp(first, first + piece.len()) - first;
+            match (&mut values, piece) {
+                (Self::F32(values), Self::F32(piece)) => values.extend(&piece[start..end]),
+                (Self::Bf16(values), Self::Bf16(piece)) => values.extend(&piece[start..end]),
+                (Self::F32(none), Self::Bf16(piece)) if none.is_empty() && start < end => {
+                    values = Self::Bf16(piece[start..end].to_vec());
+                }
+                // Pieces are of one format, and no pieces themselves.
+                _ => {}
+            }
+            first += piece.len();
         }
-        Ok(())
+        values
+    }
+
+    /// Gives the memory to rows that come later: pages that are new to a process cost more than
+    /// the copy into them.
+    fn recycle(self) {
+        match self {
+            Self::F32(values) => F32_MEMORY.put(values),
+            Self::Bf16(values) => BF16_MEMORY.put(values),
+            Self::Pieces(pieces) => pieces.into_iter().for_each(Self::recycle),
+        }
+    }
+
+    /// Copies f32 values.
+    pub(crate) fn copy_f32(values: &[f32]) -> Self {
+        Self::F32(F32_MEMORY.copy(values))
+    }
+
+    /// Copies bf16 values.
+    pub(crate) fn copy_bf16(values: &[bf16]) -> Self {
+        Self::Bf16(BF16_MEMORY.copy(values))
+    }
+}
+
+impl Capture {
+    /// Drops the states; their memory is used again for the next.
+    pub fn recycle(self) {
+        self.layers.into_iter().for_each(|layer| layer.rows.recycle());
+    }
+}
+
+/// Memory of rows that nobody needs any more.
+struct Memory<T>(Mutex<Vec<Vec<T>>>);
+
+static F32_MEMORY: Memory<f32> = Memory(Mutex::new(Vec::new()));
+static BF16_MEMORY: Memory<bf16> = Memory(Mutex::new(Vec::new()));
+
+/// Pieces kept: those of a few batches, with a hundred layers on eight ranks.
+const PIECES_MAX: usize = 4096;
+
+/// Values that one thread copies at a time: one thread alone is slower than a GPU sends.
+const COPIED_AT_ONCE: usize = 1 << 20;
+
+impl<T: Copy + Default + Send + Sync> Memory<T> {
+    fn put(&self, values: Vec<T>) {
+        let mut free = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if free.len() < PIECES_MAX && values.capacity() > 0 {
+            free.push(values);
+        }
+    }
+
+    fn copy(&self, values: &[T]) -> Vec<T> {
+        let mut free = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let fits = |memory: &Vec<T>| memory.capacity() >= values.len();
+        // Where none is large enough, one that is too small makes room.
+        let mut memory = match free.iter().rposition(fits) {
+            Some(index) => free.swap_remove(index),
+            None => {
+                drop(free.pop());
+                Vec::new()
+            }
+        };
+        drop(free);
+        memory.resize(values.len(), T::default());
+        let pieces = memory.par_chunks_mut(COPIED_AT_ONCE).zip(values.par_chunks(COPIED_AT_ONCE));
+        pieces.for_each(|(to, from)| to.copy_from_slice(from));
+        memory
     }
 }
 
 impl Default for LayerRows {
     fn default() -> Self {
         Self::F32(Vec::new())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Samples inside a piece, across two, and across all.
+    #[test]
+    fn pieces_store_what_the_whole_stores() {
+        let values: Vec<f32> = (0..24).map(|value| value as f32 / 4.0 - 3.0).collect();
+        let bf16s: Vec<bf16> = values.iter().map(|&value| bf16::from_f32(value)).collect();
+        let cuts = [0, 2, 2, 14, 24];
+        let pieces = |of: &dyn Fn(Range<usize>) -> LayerRows| {
+            LayerRows::Pieces(cuts.windows(2).map(|cut| of(cut[0]..cut[1])).collect())
+        };
+        for (whole, pieces) in [
+            (LayerRows::F32(values.clone()), pieces(&|cut| LayerRows::F32(values[cut].to_vec()))),
+            (LayerRows::Bf16(bf16s.clone()), pieces(&|cut| LayerRows::Bf16(bf16s[cut].to_vec()))),
+        ] {
+            assert_eq!((pieces.len(), pieces.bytes()), (whole.len(), whole.bytes()));
+            assert_eq!((pieces.dtype(), pieces.to_f32()), (whole.dtype(), whole.to_f32()));
+            for range in [0..2, 0..24, 2..14, 4..10, 12..18, 22..24, 6..6] {
+                for dtype in [StateDtype::Bf16, StateDtype::Fp8] {
+                    let (a, b) = (
+                        whole.store(range.clone(), 2, dtype),
+                        pieces.store(range.clone(), 2, dtype),
+                    );
+                    assert_eq!(a, b, "{range:?} {dtype:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn memory_is_used_again_and_values_are_the_new_ones() {
+        let memory = Memory(Mutex::new(Vec::new()));
+        let first = memory.copy(&[1.0, 2.0, 3.0]);
+        let address = first.as_ptr();
+        memory.put(first);
+        let second = memory.copy(&[4.0, 5.0]);
+        assert_eq!((second.as_ptr(), second.as_slice()), (address, &[4.0, 5.0][..]));
+        memory.put(second);
+        assert_eq!(memory.copy(&[7.0; 100]), [7.0; 100]);
+        assert!(memory.0.lock().unwrap().is_empty());
     }
 }

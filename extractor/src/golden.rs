@@ -176,7 +176,7 @@ impl GoldenReport {
 
     /// Every state points where it should, as far as bf16 allows.
     pub fn agrees_in_bf16(&self) -> bool {
-        !self.cosines.is_empty() && self.cosines.iter().all(Cosines::agrees)
+        Cosines::agree(&self.cosines)
     }
 
     /// Every tensor is within `tolerance` of its rms, and every choice is the expected one.
@@ -220,17 +220,43 @@ impl Golden {
         Ok(Self { prompts })
     }
 
-    /// Tokens of the longest prompt, with its continuation.
-    pub fn longest(&self) -> usize {
+    /// Tokens of the largest batch of a comparison: the longest prompt with its continuation, or
+    /// all prompts.
+    pub fn longest(&self, together: bool) -> usize {
         let tokens = |prompt: &GoldenPrompt| prompt.input_ids.len() + prompt.greedy_ids.len();
-        self.prompts.iter().map(tokens).max().unwrap_or(0)
+        let longest = self.prompts.iter().map(tokens).max().unwrap_or(0);
+        let all: usize = self.prompts.iter().map(|prompt| prompt.input_ids.len()).sum();
+        if together { longest.max(all) } else { longest }
     }
 
-    /// Runs every prompt through `target` and compares.
-    pub fn compare(&self, target: &mut RankGroup) -> Result<GoldenReport, GoldenError> {
+    /// Runs every prompt through `target`, each in a batch of its own or all `together` in one,
+    /// and compares.
+    pub fn compare(
+        &self,
+        target: &mut RankGroup,
+        together: bool,
+    ) -> Result<GoldenReport, GoldenError> {
         let mut report = GoldenReport::default();
+        let size = if together { self.prompts.len() } else { 1 };
+        for prompts in self.prompts.chunks(size.max(1)) {
+            let samples = prompts.iter().map(GoldenPrompt::sample).collect::<Result<_, _>>()?;
+            let layers: BTreeSet<_> = prompts.iter().flat_map(GoldenPrompt::layers).collect();
+            let wanted = Wanted {
+                layers: layers.into_iter().collect(),
+                embeddings: true,
+                normed: true,
+                logits: true,
+                routers: true,
+            };
+            let probe = target.probe(&TokenBatch::new(samples), wanted)?;
+            let mut start = 0;
+            for prompt in prompts {
+                let end = start + prompt.input_ids.len();
+                prompt.compare_states(&probe.part(start..end), &mut report);
+                start = end;
+            }
+        }
         for prompt in &self.prompts {
-            prompt.compare_states(target, &mut report)?;
             prompt.compare_greedy(target, &mut report)?;
         }
         Ok(report)
@@ -288,24 +314,16 @@ impl GoldenPrompt {
         })
     }
 
-    fn compare_states(
-        &self,
-        target: &mut RankGroup,
-        report: &mut GoldenReport,
-    ) -> Result<(), GoldenError> {
-        let ids = self.input_ids.clone();
-        let mask = vec![0; ids.len()];
-        let batch = TokenBatch::new(vec![TokenSample::new(ids, mask)?]);
-        // State k is the output of layer k - 1.
-        let layers = self.states.keys().filter(|&&k| k > 0).map(|&k| LayerIndex((k - 1) as u16));
-        let wanted = Wanted {
-            layers: layers.collect(),
-            embeddings: true,
-            normed: true,
-            logits: true,
-            routers: true,
-        };
-        let probe = target.probe(&batch, wanted)?;
+    fn sample(&self) -> Result<TokenSample, SampleError> {
+        TokenSample::new(self.input_ids.clone(), vec![0; self.input_ids.len()])
+    }
+
+    /// State k is the output of layer k - 1.
+    fn layers(&self) -> impl Iterator<Item = LayerIndex> {
+        self.states.keys().filter(|&&k| k > 0).map(|&k| LayerIndex((k - 1) as u16))
+    }
+
+    fn compare_states(&self, probe: &Probe, report: &mut GoldenReport) {
         let width = probe.capture.hidden_size;
         let margins = self.smallest_margins();
         let mut differences = Vec::new();
@@ -316,7 +334,7 @@ impl GoldenPrompt {
         for (&k, expected) in &self.states {
             let found = match k {
                 0 => probe.embeddings.clone(),
-                _ => layer_rows(&probe, k - 1),
+                _ => layer_rows(probe, k - 1),
             };
             let found = pick(&found, &self.rows, width);
             compare(&format!("h_{k}"), &found, expected);
@@ -332,8 +350,7 @@ impl GoldenPrompt {
             compare("logits", &probe.logits[start..], &self.logits);
         }
         report.differences.append(&mut differences);
-        self.compare_routers(&probe, report);
-        Ok(())
+        self.compare_routers(probe, report);
     }
 
     /// The smallest margin that any router had for the row of each state.

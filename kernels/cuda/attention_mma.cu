@@ -1,6 +1,7 @@
 // Causal attention of packed sequences on the tensor cores of sm_80 and later: bf16, a running
 // softmax over tiles of 64 keys. A block takes 128 queries of one head, a warp 16 of them. Keys and
-// values come through a double buffer by asynchronous copies. Twin: attention.
+// values come through a double buffer by asynchronous copies. Heads of other widths lie in tiles
+// of the next width, with zeros behind them. Twin: attention.
 
 struct AttentionArgs {
     Heads out, q, k, v, k_shared;
@@ -14,62 +15,19 @@ struct AttentionArgs {
 #define THREADS 256
 #define SHARED_WIDTH 64
 
-__device__ __forceinline__ u32 shared_address(const void* p) {
-    return (u32)__cvta_generic_to_shared(p);
-}
-
-// Copies sixteen bytes, or writes zeros.
-__device__ __forceinline__ void copy_async(u32 to, const void* from, bool real) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-                 "r"(real ? 16 : 0));
-}
-__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING>
-__device__ __forceinline__ void wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
-
-__device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address));
-}
-__device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address));
-}
-__device__ __forceinline__ void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-// Byte offset of sixteen-byte piece `piece` of row `row` in a tile of rows of WIDTH values. Pieces
-// are exchanged within groups of eight so that eight rows of one column lie in different banks.
-template <int WIDTH>
-__device__ __forceinline__ u32 place(u32 row, u32 piece) {
-    return (row * (WIDTH / 8) + (piece ^ (row & 7))) * 16;
-}
-
-// Starts to copy ROWS rows of one head, beginning with `first`; rows from `end` on become zeros.
+// Starts to copy ROWS rows of one head, beginning with `first`; rows from `end` on, and values from
+// `width` on, become zeros.
 template <int WIDTH, int ROWS>
-__device__ __forceinline__ void copy_tile(u32 to, Heads x, u32 head, i64 first, i64 end) {
+__device__ __forceinline__ void copy_tile(u32 to, Heads x, u32 head, i64 first, i64 end,
+                                          u32 width) {
     const bf16* base = reinterpret_cast<const bf16*>(x.address) + head * x.head_stride;
 #pragma unroll
     for (u32 i = threadIdx.x; i < ROWS * (WIDTH / 8); i += THREADS) {
         u32 r = i / (WIDTH / 8), piece = i % (WIDTH / 8);
-        bool real = first + r < end;
+        bool real = first + r < end && piece * 8 < width;
         copy_async(to + place<WIDTH>(r, piece),
-                   base + (real ? first + r : first) * x.row_stride + piece * 8, real);
+                   base + (real ? (first + r) * x.row_stride + piece * 8 : first * x.row_stride),
+                   real);
     }
 }
 
@@ -131,12 +89,13 @@ __device__ __forceinline__ void soften(float (&s)[KEYS / 8][4], float (&o)[N][4]
     }
 }
 
-template <int QK, int V, bool SHARED>
+template <int QK, int V, bool SHARED, bool PADDED>
 __device__ __forceinline__ void attend(const AttentionArgs& a) {
     extern __shared__ __align__(128) u8 memory[];
     constexpr u32 K_BYTES = KEYS * QK * 2, V_BYTES = KEYS * V * 2;
     u32 k_tiles = shared_address(memory), v_tiles = k_tiles + 2 * K_BYTES;
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y;
+    u32 qk_dim = PADDED ? a.qk_dim : QK, v_dim = PADDED ? a.v_dim : V;
     const u32* cu_q = reinterpret_cast<const u32*>(a.cu_q) + blockIdx.z;
     const u32* cu_k = reinterpret_cast<const u32*>(a.cu_k) + blockIdx.z;
     i64 q_start = cu_q[0], q_end = cu_q[1], k_start = cu_k[0], k_end = cu_k[1];
@@ -151,7 +110,7 @@ __device__ __forceinline__ void attend(const AttentionArgs& a) {
 
     // Queries go through the memory of the keys into registers.
     u32 q[QK / 16][4];
-    copy_tile<QK, QUERIES>(k_tiles, a.q, head, q_start + first, q_end);
+    copy_tile<QK, QUERIES>(k_tiles, a.q, head, q_start + first, q_end, qk_dim);
     commit();
     wait<0>();
     __syncthreads();
@@ -167,14 +126,14 @@ __device__ __forceinline__ void attend(const AttentionArgs& a) {
             if constexpr (SHARED)
                 copy_shared_keys<QK>(to, a.k, a.k_shared, kv_head, row, k_end);
             else
-                copy_tile<QK, KEYS>(to, a.k, kv_head, row, k_end);
+                copy_tile<QK, KEYS>(to, a.k, kv_head, row, k_end, qk_dim);
         }
         commit();
     };
     auto copy_values = [&](i32 tile) {
         if (tile < tiles)
             copy_tile<V, KEYS>(v_tiles + (tile & 1) * V_BYTES, a.v, kv_head,
-                               k_start + (i64)tile * KEYS, k_end);
+                               k_start + (i64)tile * KEYS, k_end, v_dim);
         commit();
     };
 
@@ -253,24 +212,26 @@ __device__ __forceinline__ void attend(const AttentionArgs& a) {
                    head * a.out.head_stride;
 #pragma unroll
         for (int n = 0; n < V / 8; n++)
-            *reinterpret_cast<u32*>(to + n * 8 + lane % 4 * 2) =
-                pack_bf16(o[n][2 * half] * factor, o[n][2 * half + 1] * factor);
+            if (!PADDED || n * 8 < v_dim)
+                *reinterpret_cast<u32*>(to + n * 8 + lane % 4 * 2) =
+                    pack_bf16(o[n][2 * half] * factor, o[n][2 * half + 1] * factor);
         if (a.lse && lane % 4 == 0)
             reinterpret_cast<float*>(a.lse)[row * a.heads + head] =
                 soft.most[half] * a.scale + logf(sum);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_mma_192_128(AttentionArgs a) {
-    attend<192, 128, false>(a);
-}
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    attention_mma_192_128_shared(AttentionArgs a) {
-    attend<192, 128, true>(a);
-}
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_mma_128_128(AttentionArgs a) {
-    attend<128, 128, false>(a);
-}
-extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_mma_64_64(AttentionArgs a) {
-    attend<64, 64, false>(a);
-}
+#define MAKE(blocks, name, QK, V, SHARED, PADDED)                                         \
+    extern "C" __global__ void __launch_bounds__(THREADS, blocks) name(AttentionArgs a) { \
+        attend<QK, V, SHARED, PADDED>(a);                                                 \
+    }
+
+MAKE(1, attention_mma_192_128, 192, 128, false, false)
+MAKE(1, attention_mma_192_128_shared, 192, 128, true, false)
+MAKE(1, attention_mma_128_128, 128, 128, false, false)
+MAKE(2, attention_mma_64_64, 64, 64, false, false)
+MAKE(1, attention_mma_192_128_padded, 192, 128, false, true)
+MAKE(1, attention_mma_128_128_padded, 128, 128, false, true)
+MAKE(2, attention_mma_64_64_padded, 64, 64, false, true)
+MAKE(2, attention_mma_32_32_padded, 32, 32, false, true)
+MAKE(2, attention_mma_32_16_padded, 32, 16, false, true)

@@ -117,6 +117,13 @@ __device__ __forceinline__ float warp_max(float x) {
     return x;
 }
 
+// x * y + z on two bf16 at once, rounded once.
+__device__ __forceinline__ u32 fma_bf16x2(u32 x, u32 y, u32 z) {
+    u32 w;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(w) : "r"(x), "r"(y), "r"(z));
+    return w;
+}
+
 // Sum over a block of up to 1024 threads, whole warps, given to all of them. The order is fixed.
 __device__ __forceinline__ float block_sum(float x) {
     __shared__ float parts[32];

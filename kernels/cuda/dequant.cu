@@ -106,13 +106,6 @@ struct Int4RunArgs {
     u32 scale_shift;
 };
 
-// x * y + z on two bf16 at once, rounded once.
-__device__ __forceinline__ u32 fma_bf16x2(u32 x, u32 y, u32 z) {
-    u32 w;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(w) : "r"(x), "r"(y), "r"(z));
-    return w;
-}
-
 // Eight values as bf16, without gaps between rows. For few blocks beside products: all loads of a
 // step come before its stores, and no value goes through f32.
 __device__ __forceinline__ uint4 decode_int4(u32 word, u32 scale) {
@@ -171,3 +164,38 @@ MAKE_DEQUANT(dequant_fp8_block, Fp8Block, bf16)
 MAKE_DEQUANT(dequant_fp8_block, Fp8Block, float)
 MAKE_DEQUANT(dequant_nvfp4, Nvfp4, bf16)
 MAKE_DEQUANT(dequant_nvfp4, Nvfp4, float)
+
+struct Int4OrderArgs {
+    u64 to_codes, to_scales, codes, scales;
+    u32 rows, cols, up;
+};
+
+// Row of the matrix at place r of sixteen of a product: outputs 2 i and 2 i + 1 at i and i + 8, or
+// gate i and up i, where ups start at row `up`.
+__device__ __forceinline__ u32 ordered_row(const Int4OrderArgs& a, u32 block, u32 r) {
+    return a.up ? block * 8 + r % 8 + (r < 8 ? 0 : a.up) : block * 16 + r % 8 * 2 + r / 8;
+}
+
+// Codes and scales in the order of the left operands of products, by squares of 64 rows and
+// columns: a thread for each word of eight codes, and for the scales that go with some of them.
+extern "C" __global__ void __launch_bounds__(256) order_int4(Int4OrderArgs a) {
+    u32 word = blockIdx.x * 256 + threadIdx.x;
+    if (word >= a.rows * (a.cols / 8)) return;
+    u32 square = word / 512, lane = word / 4 % 32, step = word % 4;
+    u32 block = square / (a.cols / 64) * 4 + word / 128 % 4;
+    u32 col = square % (a.cols / 64) * 64 + step * 16, shift = lane % 4 * 8, codes = 0;
+    const u32* from = reinterpret_cast<const u32*>(a.codes);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        u32 row = ordered_row(a, block, lane / 4 + i % 2 * 8);
+        u32 pair = from[(u64)row * (a.cols / 8) + col / 8 + i / 2] >> shift;
+        codes |= (pair & 15) << (4 * i) | (pair >> 4 & 15) << (4 * i + 16);
+    }
+    reinterpret_cast<u32*>(a.to_codes)[word] = codes;
+    // Two scales of each of two rows for eight lanes of a warp.
+    if (lane % 4 != 0) return;
+    u32 row = ordered_row(a, block, lane / 4 + step / 2 * 8);
+    u16 scale = reinterpret_cast<const u16*>(
+        a.scales)[(u64)row * (a.cols / 32) + square % (a.cols / 64) * 2 + step % 2];
+    reinterpret_cast<u16*>(a.to_scales)[word / 128 * 32 + lane / 4 * 4 + step] = scale;
+}

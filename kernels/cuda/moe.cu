@@ -19,6 +19,13 @@ struct GatherArgs {
     u32 rows, cols, x_rows;
 };
 
+struct GatherPanelsArgs {
+    u64 out;
+    Mat x;
+    u64 sources, end;
+    u32 cols, x_rows, panel_rows;
+};
+
 struct CombineArgs {
     Mat out, x;
     u64 places, weights;
@@ -139,6 +146,95 @@ extern "C" __global__ void __launch_bounds__(128) route_top_k(RouteArgs a) {
     }
 }
 
+// The larger the number, the larger the key; NaN counts as minus infinity, no key is 0.
+__device__ __forceinline__ u32 sort_key(float x) {
+    // Minus zero becomes zero, which it equals.
+    u32 bits = __float_as_uint(x == x ? x + 0.0f : -INFINITY_F);
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+__device__ __forceinline__ u32 warp_max(u32 x) {
+    u32 y;
+    asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
+    return y;
+}
+__device__ __forceinline__ u32 warp_min(u32 x) {
+    u32 y;
+    asm volatile("redux.sync.min.u32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
+    return y;
+}
+
+// Experts of a lane that are chosen from in registers.
+#define OWN 12
+
+// Number of the expert with the largest of a warp's keys, of equal ones the lowest; it is taken.
+__device__ __forceinline__ u32 take_best(u32 (&keys)[OWN], u32& key, u32& own) {
+    u32 lane = threadIdx.x % 32, best = warp_max(key);
+    u32 expert = warp_min(key == best && best ? own * 32 + lane : NONE);
+    if (expert % 32 != lane || expert == NONE) return expert;
+    u32 taken = own;
+    key = 0;
+#pragma unroll
+    for (u32 i = 0; i < OWN; i++) {
+        if (i == taken) keys[i] = 0;
+        if (keys[i] > key) {
+            key = keys[i];
+            own = i;
+        }
+    }
+    return expert;
+}
+
+// The same as route_top_k for one group of at most 32 OWN experts, of which at most 32 are chosen.
+extern "C" __global__ void __launch_bounds__(128) route_top_k_few(RouteArgs a) {
+    __shared__ float memory[4][32 * OWN];
+    u32 lane = threadIdx.x % 32;
+    i64 r = (i64)blockIdx.x * 4 + threadIdx.x / 32;
+    if (r >= a.rows) return;
+    float* scores = memory[threadIdx.x / 32];
+    const float* logits = row_of<const float>(a.logits, r);
+    const float* bias = reinterpret_cast<const float*>(a.bias);
+    u32 keys[OWN], key = 0, own = 0;
+#pragma unroll
+    for (u32 i = 0; i < OWN; i++) {
+        u32 e = i * 32 + lane;
+        keys[i] = 0;
+        if (e < a.experts) {
+            float s = 1.0f / (1.0f + expf(-logits[e]));
+            scores[e] = s;
+            keys[i] = sort_key(s + bias[e]);
+        }
+        if (keys[i] > key) {
+            key = keys[i];
+            own = i;
+        }
+    }
+    __syncwarp();
+    float sum = 0.0f, weight = 0.0f, last = 0.0f;
+    u32 index = 0;
+    for (u32 k = 0; k < a.top_k; k++) {
+        u32 best = take_best(keys, key, own);
+        float score = scores[best];
+        sum += score;
+        if (lane == k) {
+            weight = score;
+            index = best;
+        }
+        if (k + 1 == a.top_k) last = score + bias[best];
+    }
+    u32 rejected = take_best(keys, key, own);
+    float next = -INFINITY_F;
+    if (rejected != NONE) {
+        float s = scores[rejected] + bias[rejected];
+        if (s == s) next = s;
+    }
+    if (lane == 0) reinterpret_cast<float*>(a.margins)[r] = last - next;
+    if (lane >= a.top_k) return;
+    float divisor = a.normalise ? sum + 1e-20f : 1.0f;
+    reinterpret_cast<u32*>(a.indices)[r * a.top_k + lane] = index;
+    reinterpret_cast<float*>(a.weights)[r * a.top_k + lane] = weight / divisor * a.scale;
+}
+
 #define CHUNK 512
 
 // Number of a choice's expert among those held, or NONE.
@@ -244,6 +340,23 @@ __device__ __forceinline__ void gather(const GatherArgs& a) {
     // A number outside the matrix gives zeros rather than a fault.
     if (source < a.x_rows) load(x, row_of<const T>(a.x, source) + c);
     store(row_of<U>(a.out, r) + c, x);
+}
+
+// Rows as the products of experts want them: panels of 64 columns, the sixteen-byte pieces of a row
+// exchanged by its number modulo eight. 64 threads write eight rows of a panel, side by side.
+extern "C" __global__ void __launch_bounds__(256) gather_panels(GatherPanelsArgs a) {
+    u32 piece = threadIdx.x % 8, row = threadIdx.x / 8 % 8, end = *reinterpret_cast<u32*>(a.end);
+    const u32* sources = reinterpret_cast<const u32*>(a.sources);
+    for (u32 r = blockIdx.x * 8 + row; r < end; r += gridDim.x * 8) {
+        u32 source = sources[r];
+        // What lies between experts is read by nobody, but must not lead out of x.
+        const uint4* from = reinterpret_cast<const uint4*>(
+            row_of<const bf16>(a.x, source < a.x_rows ? source : 0) + piece * 8);
+        uint4* to = reinterpret_cast<uint4*>(a.out) + (u64)r * 8 + (piece ^ row);
+#pragma unroll 4
+        for (u32 panel = threadIdx.x / 64; panel < a.cols / 64; panel += 4)
+            to[(u64)panel * a.panel_rows * 8] = from[panel * 8];
+    }
 }
 
 template <typename T, typename U, int V>

@@ -1,9 +1,17 @@
-// Root-mean-square norm of rows, alone or after a sum; a block for each row. Twin: norm.
+// Root-mean-square norm of rows, alone or after a sum; a block for each row. Twins: norm,
+// reference::add_parts.
 
 struct NormArgs {
     Mat out, x, delta;
     u64 weight;
     u32 rows, cols;
+    float eps;
+};
+
+struct PartsArgs {
+    Mat out, x, own;
+    u64 received, weight;
+    u32 rows, cols, ranks, rank, fresh;
     float eps;
 };
 
@@ -55,6 +63,36 @@ __device__ __forceinline__ void add_rms_norm_row(const NormArgs& a) {
     scale_row<T, U, V>(a, r, block_sum(sum));
 }
 
+// x = or += the sum of all ranks' parts; then the norm, if there is a place for it. The part of
+// this rank lies apart from those received.
+template <typename T, typename U, int V>
+__device__ __forceinline__ void add_parts_row(const PartsArgs& a) {
+    i64 r = blockIdx.x;
+    float squares = 0.0f;
+    for (u32 c = threadIdx.x * V; c < a.cols; c += blockDim.x * V) {
+        float x[V] = {}, sum[V] = {};
+        U* at = row_of<U>(a.x, r) + c;
+        if (!a.fresh) load(x, at);
+        for (u32 rank = 0; rank < a.ranks; rank++) {
+            float part[V];
+            const T* received =
+                reinterpret_cast<const T*>(a.received) + ((i64)rank * a.rows + r) * a.cols;
+            load(part, (rank == a.rank ? row_of<const T>(a.own, r) : received) + c);
+#pragma unroll
+            for (int i = 0; i < V; i++) sum[i] += part[i];
+        }
+#pragma unroll
+        for (int i = 0; i < V; i++) {
+            x[i] = rounded(x[i] + sum[i], at);
+            squares += x[i] * x[i];
+        }
+        store(at, x);
+    }
+    if (!a.out.address) return;
+    NormArgs norm = {a.out, a.x, a.x, a.weight, a.rows, a.cols, a.eps};
+    scale_row<U, T, V>(norm, r, block_sum(squares));
+}
+
 #define MAKE_NORM(T, U)                                                  \
     extern "C" __global__ void KERNEL2(rms_norm, T, U, v8)(NormArgs a) { \
         rms_norm_row<T, U, 8>(a);                                        \
@@ -72,3 +110,13 @@ __device__ __forceinline__ void add_rms_norm_row(const NormArgs& a) {
 
 FOR_TYPE_PAIRS(MAKE_NORM)
 FOR_TYPE_PAIRS(MAKE_ADD_NORMS)
+
+#define MAKE_PARTS(T, U)                                                   \
+    extern "C" __global__ void KERNEL2(add_parts, T, U, v8)(PartsArgs a) { \
+        add_parts_row<T, U, 8>(a);                                         \
+    }                                                                      \
+    extern "C" __global__ void KERNEL2(add_parts, T, U, v1)(PartsArgs a) { \
+        add_parts_row<T, U, 1>(a);                                         \
+    }
+
+FOR_TYPE_PAIRS(MAKE_PARTS)

@@ -72,29 +72,27 @@ __device__ __forceinline__ void embed_rows(const EmbedArgs& a) {
 
 // Along a row run all k_nope, then all copies of k_pe, then all values, so that neighbouring
 // threads mostly write neighbouring places.
-template <typename T, int V>
+template <typename T, typename U, int V>
 __device__ __forceinline__ void expand_latent_rows(const LatentArgs& a) {
     i64 r = tile_row();
     u32 c = (u32)tile_col<V>();
     if (r >= a.rows || c >= a.heads * (a.nope + a.rope + a.v)) return;
     u32 key = a.nope + a.rope, source = a.nope + a.v;
-    const T* from;
+    float x[V];
     T* to;
     if (c < a.heads * a.nope) {
         u32 head = c / a.nope, i = c % a.nope;
-        from = row_of<const T>(a.kv, r) + head * source + i;
+        load(x, row_of<const T>(a.kv, r) + head * source + i);
         to = row_of<T>(a.keys, r) + head * key + i;
     } else if (c < a.heads * key) {
         u32 head = (c - a.heads * a.nope) / a.rope, i = (c - a.heads * a.nope) % a.rope;
-        from = row_of<const T>(a.k_pe, r) + i;
+        load(x, row_of<const U>(a.k_pe, r) + i);
         to = row_of<T>(a.keys, r) + head * key + a.nope + i;
     } else {
         u32 head = (c - a.heads * key) / a.v, i = (c - a.heads * key) % a.v;
-        from = row_of<const T>(a.kv, r) + head * source + a.nope + i;
+        load(x, row_of<const T>(a.kv, r) + head * source + a.nope + i);
         to = row_of<T>(a.values, r) + head * a.v + i;
     }
-    float x[V];
-    load(x, from);
     store(to, x);
 }
 
@@ -107,17 +105,13 @@ __device__ __forceinline__ void expand_latent_rows(const LatentArgs& a) {
 #define MAKE_EMBED(T, U) MAKE_PAIR(embed, embed_rows, EmbedArgs, T, U)
 #define MAKE_ONE(T)                                                                        \
     extern "C" __global__ void KERNEL2(zero, T, T, v8)(RowsArgs a) { zero_rows<T, 8>(a); } \
-    extern "C" __global__ void KERNEL2(zero, T, T, v1)(RowsArgs a) { zero_rows<T, 1>(a); } \
-    extern "C" __global__ void KERNEL1(expand_latent, T, v8)(LatentArgs a) {               \
-        expand_latent_rows<T, 8>(a);                                                       \
-    }                                                                                      \
-    extern "C" __global__ void KERNEL1(expand_latent, T, v1)(LatentArgs a) {               \
-        expand_latent_rows<T, 1>(a);                                                       \
-    }
+    extern "C" __global__ void KERNEL2(zero, T, T, v1)(RowsArgs a) { zero_rows<T, 1>(a); }
+#define MAKE_LATENT(T, U) MAKE_PAIR(expand_latent, expand_latent_rows, LatentArgs, T, U)
 
 FOR_TYPE_PAIRS(MAKE_COPY)
 FOR_TYPE_PAIRS(MAKE_ADD)
 FOR_TYPE_PAIRS(MAKE_SILU)
 FOR_TYPE_PAIRS(MAKE_EMBED)
+FOR_TYPE_PAIRS(MAKE_LATENT)
 MAKE_ONE(bf16)
 MAKE_ONE(float)

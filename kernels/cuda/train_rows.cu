@@ -1,20 +1,21 @@
-// Row-wise functions of training: gradients of norm and gate, rotation, sums of gathered rows.
+// Row-wise functions of training: gradients of norm and gate, rotation, sums and scatter of rows.
 // Twins: trainer's ops::cpu::rows.
 
 struct NormGradArgs {
     Mat d_x, x, gradient;
     u64 weight, partial;
-    u32 rows, cols;
+    u32 rows, cols, accumulate;
     float eps;
 };
 
 struct ColumnSumArgs {
     u64 out, partial;
-    u32 parts, cols;
+    u32 parts, cols, accumulate;
 };
 
+// Outputs may be the matrices they are made of.
 struct GateArgs {
-    Mat d_gate, d_up, gradient, gate, up;
+    Mat d_gate, d_up, act, gradient, gate, up;
     u32 rows, cols;
 };
 
@@ -29,6 +30,12 @@ struct TurnArgs {
 struct SumRowsArgs {
     Mat out, x;
     u64 starts, sources;
+    u32 rows, cols, accumulate;
+};
+
+struct ScatterArgs {
+    Mat out, x;
+    u64 places;
     u32 rows, cols;
 };
 
@@ -76,7 +83,13 @@ __device__ __forceinline__ void norm_grad(const NormGradArgs& a) {
                 d_weight[c + i] += g[i] * x[i] * scale;
                 x[i] = g[i] * w[i] * scale - x[i] * pull;
             }
-            if (a.d_x.address) store(row_of<T>(a.d_x, r) + c, x);
+            if (!a.d_x.address) continue;
+            if (a.accumulate) {
+                load(g, row_of<const T>(a.d_x, r) + c);
+#pragma unroll
+                for (int i = 0; i < V; i++) x[i] += g[i];
+            }
+            store(row_of<T>(a.d_x, r) + c, x);
         }
     }
     float* partial = reinterpret_cast<float*>(a.partial) + (i64)blockIdx.x * a.cols;
@@ -91,9 +104,10 @@ extern "C" __global__ void train_column_sum(ColumnSumArgs a) {
     u32 c = blockIdx.x * blockDim.x + threadIdx.x;
     if (c >= a.cols) return;
     const float* partial = reinterpret_cast<const float*>(a.partial) + c;
-    float sum = 0.0f;
+    float* out = reinterpret_cast<float*>(a.out) + c;
+    float sum = a.accumulate ? *out : 0.0f;
     for (u32 p = 0; p < a.parts; p++) sum += partial[(i64)p * a.cols];
-    reinterpret_cast<float*>(a.out)[c] = sum;
+    *out = sum;
 }
 
 template <typename T, int V>
@@ -107,12 +121,14 @@ __device__ __forceinline__ void gate_grad(const GateArgs& a) {
 #pragma unroll
     for (int i = 0; i < V; i++) {
         float open = 1.0f / (1.0f + __expf(-gate[i]));
-        float d_up = g[i] * gate[i] * open;
-        gate[i] = g[i] * up[i] * open * (1.0f + gate[i] * (1.0f - open));
-        up[i] = d_up;
+        float silu = gate[i] * open, act = silu * up[i];
+        gate[i] = g[i] * up[i] * (open + silu * (1.0f - open));
+        up[i] = g[i] * silu;
+        g[i] = act;
     }
     store(row_of<T>(a.d_gate, r) + c, gate);
     store(row_of<T>(a.d_up, r) + c, up);
+    store(row_of<T>(a.act, r) + c, g);
 }
 
 // Columns of the launch are the pairs of all heads.
@@ -157,13 +173,18 @@ __device__ __forceinline__ void turn(const TurnArgs& a) {
     }
 }
 
-// Row r of `out` is the sum of the rows sources[starts[r] .. starts[r + 1]] of `x`, in that order.
+// Row r of `out` is the sum of the rows sources[starts[r] .. starts[r + 1]] of `x`, in that order,
+// and with `accumulate` of what was there.
 template <typename T, int V>
 __device__ __forceinline__ void sum_rows(const SumRowsArgs& a) {
     i64 r = tile_row(), c = tile_col<V>();
     if (r >= a.rows || c >= a.cols) return;
     const u32* starts = reinterpret_cast<const u32*>(a.starts) + r;
     float sum[V] = {};
+    if (a.accumulate) {
+        if (starts[0] == starts[1]) return;
+        load(sum, row_of<const T>(a.out, r) + c);
+    }
     for (u32 at = starts[0]; at < starts[1]; at++) {
         float x[V];
         load(x, row_of<const T>(a.x, reinterpret_cast<const u32*>(a.sources)[at]) + c);
@@ -171,6 +192,16 @@ __device__ __forceinline__ void sum_rows(const SumRowsArgs& a) {
         for (int i = 0; i < V; i++) sum[i] += x[i];
     }
     store(row_of<T>(a.out, r) + c, sum);
+}
+
+// Row places[r] of `out` becomes row r of `x`; places differ.
+template <typename T, int V>
+__device__ __forceinline__ void scatter_rows(const ScatterArgs& a) {
+    i64 r = tile_row(), c = tile_col<V>();
+    if (r >= a.rows || c >= a.cols) return;
+    float x[V];
+    load(x, row_of<const T>(a.x, r) + c);
+    store(row_of<T>(a.out, reinterpret_cast<const u32*>(a.places)[r]) + c, x);
 }
 
 // Multiplies in place by a number on the device; by 1 costs nothing.
@@ -197,4 +228,5 @@ MAKE(train_norm_grad, norm_grad, NormGradArgs)
 MAKE(train_gate_grad, gate_grad, GateArgs)
 MAKE(train_turn, turn, TurnArgs)
 MAKE(train_sum_rows, sum_rows, SumRowsArgs)
+MAKE(train_scatter_rows, scatter_rows, ScatterArgs)
 MAKE(train_multiply, multiply, FactorArgs)

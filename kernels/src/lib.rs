@@ -9,6 +9,7 @@ pub mod activation;
 pub mod attention;
 pub mod cuda;
 pub mod dequant;
+pub mod experts;
 pub mod gemm;
 pub mod norm;
 pub mod reference;

@@ -52,6 +52,15 @@ pub fn group_by_expert(
     Grouped { counts, offsets, sources, places }
 }
 
+/// `x += sum of the parts`, or `x =` where it is `fresh`: the sum is taken in the order of the
+/// parts before it meets `x`.
+pub fn add_parts(x: &mut [f32], parts: &[&[f32]], fresh: bool) {
+    for (i, x) in x.iter_mut().enumerate() {
+        let sum = parts.iter().fold(0.0, |sum, part| sum + part[i]);
+        *x = if fresh { sum } else { *x + sum };
+    }
+}
+
 /// `out[r] += sum over k of weights[r, k] * x[places[r, k]]` over rows of `width` values, leaving
 /// out places of `u32::MAX`; the sum runs in the order of k.
 pub fn combine(out: &mut [f32], x: &[f32], places: &[u32], weights: &[f32], width: usize) {

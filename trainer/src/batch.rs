@@ -6,6 +6,7 @@ use thiserror::Error;
 
 use crate::draft::DraftVocabulary;
 use crate::ops::{RowIndex, TeacherHead};
+use crate::unroll::RotaryCache;
 
 /// Token ids, loss mask and document borders of a packed batch of `T` rows.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -153,6 +154,8 @@ pub struct FrozenTarget<B: Backend> {
     pub(crate) embed_tokens: Tensor<B, 2>,
     pub(crate) head: TeacherHead<B>,
     pub(crate) vocabulary: DraftVocabulary,
+    /// Not of the target, but it lives as long.
+    pub(crate) rotary: RotaryCache<B>,
 }
 
 /// Tensors of the target head, as captured.
@@ -187,7 +190,7 @@ impl<B: Backend> FrozenTarget<B> {
         let draft_to_target = RowIndex::new(vocabulary.draft_to_target().to_vec(), &device);
         let TargetWeights { embed_tokens, norm, norm_eps, lm_head } = weights;
         let head = TeacherHead { norm, norm_eps, lm_head, draft_to_target };
-        Ok(Self { embed_tokens, head, vocabulary })
+        Ok(Self { embed_tokens, head, vocabulary, rotary: RotaryCache::new() })
     }
 
     /// The same target with matrices of type `dtype`; its norm stays as it is.

@@ -167,6 +167,19 @@ pub enum Compute {
     Bf16,
 }
 
+/// What the backward pass finds of the forward pass.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ActivationPolicy {
+    /// Keep where that fits the device, by the printed plan.
+    #[default]
+    Auto,
+    /// Everything that takes a product to make.
+    Keep,
+    /// Gate and up of the MLP are made again: a ninth more products.
+    Recompute,
+}
+
 /// Settings of the optimisation.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -205,6 +218,8 @@ pub struct TrainSection {
     pub accumulate: usize,
     /// Type of states and products.
     pub compute: Compute,
+    /// What the backward pass finds of the forward pass.
+    pub activations: ActivationPolicy,
 }
 
 impl Default for TrainSection {
@@ -227,6 +242,7 @@ impl Default for TrainSection {
             mask_mode: MaskMode::Chain,
             accumulate: 1,
             compute: Compute::Auto,
+            activations: ActivationPolicy::Auto,
         }
     }
 }

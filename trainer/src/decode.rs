@@ -5,7 +5,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{ElementConversion, Tensor, TensorData};
 
 use crate::draft::{DraftVocabulary, Eagle3Draft};
-use crate::ops::{AttentionPlan, DraftOps, RotaryTable, RowIndex, Segment};
+use crate::ops::{Activations, AttentionPlan, DraftOps, RotaryTable, RowIndex, Segment};
 use crate::plan::StepPlan;
 use crate::unroll::{KeyPlace, StepKeys, rotary_table};
 
@@ -88,8 +88,6 @@ impl<B: DraftOps> DraftDecoder<B> {
         let device = self.draft.device();
         let aux = TensorData::new(new.aux.to_vec(), [count, new.aux.len() / count]);
         let hidden = self.draft.fuse(Tensor::from_data(aux, &device));
-        let tokens = RowIndex::new(new.next_tokens.to_vec(), &device);
-        let embeds = B::gather_rows(self.embed_tokens.clone(), &tokens);
         let first = if all { 0 } else { count - 1 };
         let plan = self.plan(StepRows {
             positions: (self.rows..self.rows + count).collect(),
@@ -100,7 +98,7 @@ impl<B: DraftOps> DraftDecoder<B> {
         });
         let mut cache = self.cache.take().unwrap_or_else(StepKeys::new);
         let made = (&mut cache, KeyPlace::BehindFirst);
-        let z = self.draft.layer_step((embeds, hidden), &plan, &self.table, made);
+        let z = self.layer(new.next_tokens, hidden, &plan, made);
         self.cache = Some(cache);
         self.rows += count;
         let (hidden, logits) = self.output(z);
@@ -129,8 +127,6 @@ impl<B: DraftOps> DraftDecoder<B> {
             if step == count {
                 break;
             }
-            let fed = RowIndex::new(vec![token], &self.draft.device());
-            let embed = B::gather_rows(self.embed_tokens.clone(), &fed);
             let plan = self.plan(StepRows {
                 positions: vec![self.rows + step - 1],
                 first_query: 0,
@@ -139,10 +135,25 @@ impl<B: DraftOps> DraftDecoder<B> {
                 own: step,
             });
             let place = (&mut made, KeyPlace::NewStep);
-            let z = self.draft.layer_step((embed, hidden), &plan, &self.table, place);
+            let z = self.layer(&[token], hidden, &plan, place);
             (hidden, logits) = self.output(z);
         }
         chain
+    }
+
+    /// The decoder layer on rows that join `tokens` with `hidden [rows, H]`.
+    fn layer(
+        &self,
+        tokens: &[u32],
+        hidden: Tensor<B, 2>,
+        plan: &StepPlan<B>,
+        made: (&mut StepKeys<B>, KeyPlace),
+    ) -> Tensor<B, 2> {
+        let fed = RowIndex::new(tokens.to_vec(), &self.draft.device());
+        let embeds = B::gather_rows(self.embed_tokens.clone(), &fed);
+        let half = self.draft.token_half(embeds, plan.queries.as_ref());
+        let y = self.draft.attention_step((&half, hidden), plan, &self.table, made);
+        self.draft.mlp_step(y, Activations::Keep)
     }
 
     /// Hidden state fed to the next step, and logits, of the layer's output.
@@ -169,7 +180,8 @@ impl<B: DraftOps> DraftDecoder<B> {
         let query_positions = rows.positions.iter().skip(rows.first_query).copied().collect();
         StepPlan {
             from_previous: None,
-            tokens: index(Vec::new()),
+            key_tokens: index((0..count).collect()),
+            query_tokens: index((0..queries).collect()),
             key_positions: index(rows.positions),
             queries: (queries < count).then(|| index((rows.first_query..count).collect())),
             query_positions: index(query_positions),

@@ -11,6 +11,7 @@ use serde::Deserialize;
 use thiserror::Error;
 
 use crate::batch::{BatchError, BatchTokens, FrozenTarget, TargetWeights, TrainBatch};
+use crate::cosines;
 use crate::draft::{
     AttentionConfig, DraftConfig, DraftConfigError, DraftVocabulary, Eagle3Draft, Param,
     ParamShapeError, VocabularyError, Yarn, rotary_frequencies,
@@ -288,7 +289,7 @@ impl GoldenCase {
         if let Some(trace) = &output.trace {
             list.extend(self.compare_trace(&draft, trace)?);
         }
-        let mut gradients = output.loss.backward();
+        let mut gradients = output.backward();
         for (name, gradient) in draft.gradients(&mut gradients) {
             let name = format!("grad.{name}");
             let expected = self.values(&name)?;
@@ -308,12 +309,7 @@ impl GoldenCase {
         device: &B::Device,
     ) -> Result<Vec<Difference>, GoldenError> {
         let exact = self.gradients::<B>(FloatDType::F32, device)?;
-        let rounded = self.gradients::<B>(dtype, device)?;
-        let compare = |((name, a), (_, b)): ((String, Vec<f32>), (String, Vec<f32>))| Difference {
-            name: format!("1 - cosine of grad.{name}"),
-            value: 1.0 - cosine(&a, &b),
-        };
-        Ok(exact.into_iter().zip(rounded).map(compare).collect())
+        Ok(cosines::turned(&exact, &self.gradients::<B>(dtype, device)?))
     }
 
     fn gradients<B: AutodiffBackend + DraftOps>(
@@ -322,14 +318,10 @@ impl GoldenCase {
         device: &B::Device,
     ) -> Result<Vec<(String, Vec<f32>)>, GoldenError> {
         let draft = self.draft::<B::InnerBackend>(device)?.with_dtype(dtype);
-        let draft = Eagle3Draft::<B>::tracked(&draft);
         let target = self.target(device)?.with_dtype(dtype);
         let batch = self.batch(device)?.with_dtype(dtype);
         let options = TttOptions { trace: false, ..self.options.clone() };
-        let output = ttt_step(&draft, &target, &batch, &options)?;
-        let mut gradients = output.loss.backward();
-        let all = draft.gradients(&mut gradients).into_iter();
-        Ok(all.map(|(name, gradient)| (name, gradient.to_vec())).collect())
+        Ok(cosines::gradients::<B>(&draft, &target, &batch, &options)?)
     }
 
     fn compare_metrics<B: AutodiffBackend>(

@@ -1,15 +1,18 @@
 //! Every operation of a device, and its gradients, against the plain forms on the CPU, on random
 //! shapes: odd sizes, rows with gaps, several documents. Knows no model.
 
+mod rows;
+
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{DType, FloatDType, Tensor, TensorData};
 
+use self::rows::{Gather, Mlp, Norm, Place, Project, Turn};
 use crate::golden::{Difference, cosine};
 use crate::losses::LossKind;
 use crate::ops::{
-    AdamWState, AdamWStep, AttentionPlan, DeviceFault, DistillRows, Distilled, DraftOps,
-    RotaryTable, RowIndex, Segment, TeacherHead, plain,
+    Activations, AdamWState, AdamWStep, AttentionPlan, DeviceFault, DistillRows, Distilled,
+    DraftOps, RowIndex, Segment, TeacherHead, plain,
 };
 
 /// A backend with all operations, with gradients and without.
@@ -117,116 +120,6 @@ fn gradients<B: AutodiffBackend>(loss: Tensor<B, 1>, leaves: &Leaves<B>) -> Valu
 trait Case {
     fn name(&self) -> String;
     fn run<B: Differentiable>(&self, runner: &Runner<B>) -> Values;
-}
-
-struct Project([usize; 3]);
-
-impl Case for Project {
-    fn name(&self) -> String {
-        format!("project {:?}", self.0)
-    }
-
-    fn run<B: Differentiable>(&self, runner: &Runner<B>) -> Values {
-        let ([n, input, output], mut random) = (self.0, Random(1));
-        let x = runner.leaf(&random.reals(n * input), [n, input]);
-        let weight = runner.leaf(&random.reals(output * input), [output, input]);
-        let once = |x: &Tensor<B, 2>| match runner.plain {
-            true => plain::project(x.clone(), weight.clone()),
-            false => B::project(x.clone(), weight.clone()),
-        };
-        // Twice, so that the second gradient of the weight is added to the first.
-        let out = once(&x) + once(&(x.clone() * 0.5));
-        runner.finish(out, &random.reals(n * output), &vec![x, weight])
-    }
-}
-
-struct Norm([usize; 2]);
-
-impl Case for Norm {
-    fn name(&self) -> String {
-        format!("rms_norm {:?}", self.0)
-    }
-
-    fn run<B: Differentiable>(&self, runner: &Runner<B>) -> Values {
-        let ([n, width], mut random) = (self.0, Random(2));
-        let x = runner.leaf(&random.reals(n * width), [n, width]);
-        let weight = runner.exact(&random.reals(width), [1, width]).require_grad();
-        let vector = weight.clone().reshape([width]);
-        let out = match runner.plain {
-            true => plain::rms_norm(x.clone(), vector, 1e-5),
-            false => B::rms_norm(x.clone(), vector, 1e-5),
-        };
-        runner.finish(out, &random.reals(n * width), &vec![x, weight])
-    }
-}
-
-struct Gate([usize; 2]);
-
-impl Case for Gate {
-    fn name(&self) -> String {
-        format!("swiglu {:?}", self.0)
-    }
-
-    fn run<B: Differentiable>(&self, runner: &Runner<B>) -> Values {
-        let ([n, width], mut random) = (self.0, Random(3));
-        let gate = runner.leaf(&random.reals(n * width), [n, width]);
-        let up = runner.leaf(&random.reals(n * width), [n, width]);
-        let out = match runner.plain {
-            true => plain::swiglu(gate.clone(), up.clone()),
-            false => B::swiglu(gate.clone(), up.clone()),
-        };
-        runner.finish(out, &random.reals(n * width), &vec![gate, up])
-    }
-}
-
-struct Turn {
-    shape: [usize; 3],
-    interleaved: bool,
-}
-
-impl Case for Turn {
-    fn name(&self) -> String {
-        format!("rope {:?}{}", self.shape, if self.interleaved { " interleaved" } else { "" })
-    }
-
-    fn run<B: Differentiable>(&self, runner: &Runner<B>) -> Values {
-        let ([n, heads, size], mut random) = (self.shape, Random(4));
-        let x = runner.leaf(&random.reals(n * heads * size), [n, heads * size]);
-        let angles: Vec<f32> = random.reals(37 * size / 2);
-        let part = |part: fn(f32) -> f32| {
-            let values: Vec<f32> = angles.iter().map(|&angle| part(angle)).collect();
-            runner.exact(&values, [37, size / 2])
-        };
-        let interleaved = self.interleaved;
-        let table = RotaryTable { cos: part(f32::cos), sin: part(f32::sin), interleaved };
-        let positions: Vec<u32> = (0..n).map(|_| random.below(37) as u32).collect();
-        let (split, positions) = (x.clone().reshape(self.shape), runner.rows(&positions));
-        let out = match runner.plain {
-            true => plain::rope(split, &table, &positions),
-            false => B::rope(split, &table, &positions),
-        };
-        runner.finish(out, &random.reals(n * heads * size), &vec![x])
-    }
-}
-
-struct Gather([usize; 3]);
-
-impl Case for Gather {
-    fn name(&self) -> String {
-        format!("gather_rows {:?}", self.0)
-    }
-
-    fn run<B: Differentiable>(&self, runner: &Runner<B>) -> Values {
-        let ([m, width, n], mut random) = (self.0, Random(5));
-        let x = runner.leaf(&random.reals(m * width), [m, width]);
-        let rows: Vec<u32> = (0..n).map(|_| random.below(m) as u32).collect();
-        let rows = runner.rows(&rows);
-        let out = match runner.plain {
-            true => plain::gather_rows(x.clone(), &rows),
-            false => B::gather_rows(x.clone(), &rows),
-        };
-        runner.finish(out, &random.reals(n * width), &vec![x])
-    }
 }
 
 struct Attention {
@@ -411,9 +304,17 @@ pub fn compare<B: Differentiable>(
     macro_rules! check {
         ($($case:expr),* $(,)?) => { $(one::<B>(&$case, (dtype, device), &mut list)?;)* };
     }
-    check!(Project([5, 7, 3]), Project([33, 100, 257]), Project([130, 192, 96]));
+    for shape in [[5, 7, 3], [33, 100, 257], [130, 192, 96]] {
+        let alone = Project { shape, around: [0, 0] };
+        check!(alone, Project { shape, around: [64, 0] }, Project { shape, around: [3, 9] });
+    }
     check!(Norm([3, 7]), Norm([300, 100]), Norm([65, 7168]));
-    check!(Gate([3, 7]), Gate([70, 96]), Gate([9, 1000]));
+    for activations in [Activations::Keep, Activations::Recompute] {
+        for shape in [[3, 7, 5], [70, 96, 40], [9, 64, 1000]] {
+            check!(Mlp { shape, activations });
+        }
+    }
+    check!(Place([23, 7, 9]), Place([120, 192, 60]));
     for interleaved in [false, true] {
         for shape in [[5, 3, 6], [40, 2, 64], [33, 4, 128]] {
             check!(Turn { shape, interleaved });

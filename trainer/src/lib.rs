@@ -7,6 +7,8 @@ pub mod batch;
 pub mod checkpoint;
 pub mod collate;
 pub mod config;
+pub mod cosines;
+pub mod cost;
 pub mod dataset;
 pub mod decode;
 pub mod draft;

@@ -75,8 +75,12 @@ impl<B: DraftOps> AdamW<B> {
     /// Zero moments for the parameters of a draft.
     pub fn new(config: AdamWConfig, draft: &Eagle3Draft<B>) -> Self {
         let zeros = |(name, param): (String, Param<B>)| (name, param.zeros_like());
-        let first: Named<B> = draft.parameters().into_iter().map(zeros).collect();
-        Self { config, step: 0, second: first.clone(), first, masters: None }
+        let moments = |draft: &Eagle3Draft<B>| -> Named<B> {
+            draft.parameters().into_iter().map(zeros).collect()
+        };
+        let [first, second] =
+            [(); 2].map(|()| B::memory_persistent_allocations(&draft.device(), draft, moments));
+        Self { config, step: 0, first, second, masters: None }
     }
 
     /// Continues from stored moments, in the order of the parameters.
@@ -94,7 +98,8 @@ impl<B: DraftOps> AdamW<B> {
         if dtype == FloatDType::F32 {
             return (self, draft);
         }
-        let copy = draft.with_dtype(dtype);
+        let copy = |draft: &Eagle3Draft<B>| draft.with_dtype(dtype);
+        let copy = B::memory_persistent_allocations(&draft.device(), &draft, copy);
         (Self { masters: Some(draft.parameters()), ..self }, copy)
     }
 
@@ -113,15 +118,25 @@ impl<B: DraftOps> AdamW<B> {
         (&self.first, &self.second)
     }
 
-    /// Clips the gradients to the global norm, updates the moments and returns the updated draft
-    /// and the norm before clipping. Refuses gradients that are not finite, changing nothing.
+    /// Clips the gradients to the global norm, updates moments and draft and returns the norm before
+    /// clipping. In place where nobody else holds the memory. Refuses gradients that are not finite,
+    /// changing nothing.
     pub fn update(
         &mut self,
-        draft: &Eagle3Draft<B>,
+        draft: &mut Eagle3Draft<B>,
         gradients: Named<B>,
         rate: f64,
-    ) -> Result<(Eagle3Draft<B>, f64), GradientError> {
+    ) -> Result<f64, GradientError> {
         self.check_order(&gradients)?;
+        B::on_device(&draft.device(), || self.checked_update(draft, gradients, rate))
+    }
+
+    fn checked_update(
+        &mut self,
+        draft: &mut Eagle3Draft<B>,
+        gradients: Named<B>,
+        rate: f64,
+    ) -> Result<f64, GradientError> {
         let norm = self.global_norm(&gradients)?;
         let clip = self.config.clip;
         let scale = if clip > 0.0 && norm > clip { clip / norm } else { 1.0 };
@@ -131,7 +146,7 @@ impl<B: DraftOps> AdamW<B> {
         let mut masters = self.masters.take().map(Vec::into_iter);
         let mut kept = masters.is_some().then(Vec::new);
         let mut state = gradients.into_iter().zip(first.into_iter().zip(second));
-        let updated = draft.map(|name, param| {
+        draft.replace_each(|name, param| {
             let Some(((_, gradient), ((_, first), (_, second)))) = state.next() else {
                 unreachable!("check_order compared the parameters one by one");
             };
@@ -145,7 +160,7 @@ impl<B: DraftOps> AdamW<B> {
             done.param
         });
         self.masters = kept;
-        Ok((updated, norm))
+        Ok(norm)
     }
 
     fn check_order(&self, gradients: &Named<B>) -> Result<(), GradientError> {
@@ -329,7 +344,7 @@ mod tests {
         let mut now = start.clone();
         let gradient = |at: usize| (at as f32 - 3.0) * 0.25;
         for _ in 0..5 {
-            (now, _) = adamw.update(&now, gradients(&start, gradient), 0.01).unwrap();
+            adamw.update(&mut now, gradients(&start, gradient), 0.01).unwrap();
         }
         for ((name, before), (_, after)) in start.parameters().iter().zip(now.parameters()) {
             let decay = if before.shape().len() == 1 { 0.0 } else { 0.1 };
@@ -345,7 +360,7 @@ mod tests {
         let start = draft();
         let count = values(&start).len() as f64;
         let mut clipped = AdamW::new(settings(0.5, 0.0), &start);
-        let (_, norm) = clipped.update(&start, gradients(&start, |_| 2.0), 0.01).unwrap();
+        let norm = clipped.update(&mut start.clone(), gradients(&start, |_| 2.0), 0.01).unwrap();
         assert!((norm - 2.0 * count.sqrt()).abs() < 1e-3 * norm);
         let (first, _) = clipped.moments();
         let squares: f64 =
@@ -358,9 +373,10 @@ mod tests {
         let start = draft();
         let mut adamw = AdamW::new(settings(0.5, 0.0), &start);
         for bad in [f32::NAN, f32::INFINITY] {
-            let error = adamw
-                .update(&start, gradients(&start, |at| if at == 1 { bad } else { 1.0 }), 0.01)
-                .unwrap_err();
+            let gradients = gradients(&start, |at| if at == 1 { bad } else { 1.0 });
+            let mut now = start.clone();
+            let error = adamw.update(&mut now, gradients, 0.01).unwrap_err();
+            assert_eq!(values(&now), values(&start));
             assert!(
                 matches!(&error, GradientError::NotFinite { name, step: 0 } if name == "fc.weight")
             );

@@ -2,7 +2,7 @@
 //! Knows nothing of optimizers, files or schedules.
 
 use burn::tensor::Tensor;
-use burn::tensor::backend::Backend;
+use burn::tensor::backend::{AutodiffBackend, Backend};
 use thiserror::Error;
 
 use crate::batch::{BatchError, BatchTokens, FrozenTarget, TrainBatch};
@@ -10,8 +10,8 @@ use crate::draft::Eagle3Draft;
 use crate::losses::LossKind;
 use crate::masks::{Layout, MaskMode, RowMasks, RowPlan, row_masks};
 use crate::metrics::{RowOutcomes, TttMetrics};
-use crate::ops::{DeviceFault, DistillRows, DraftOps, RowIndex};
-use crate::plan::plan_batch;
+use crate::ops::{Activations, DeviceFault, DistillRows, DraftOps, RowIndex};
+use crate::plan::{plan_batch, positions};
 
 /// How a training step is computed.
 #[derive(Clone, Debug, PartialEq)]
@@ -31,6 +31,8 @@ pub struct TttOptions {
     pub divisors: Option<Vec<f64>>,
     /// Teacher states whose full-vocabulary logits exist at the same time.
     pub teacher_rows: usize,
+    /// What the backward pass finds of the forward pass.
+    pub activations: Activations,
     /// Keep intermediate states for comparison with a reference.
     pub trace: bool,
 }
@@ -45,6 +47,7 @@ impl Default for TttOptions {
             loss: LossKind::SoftCrossEntropy,
             divisors: None,
             teacher_rows: 512,
+            activations: Activations::Keep,
             trace: false,
         }
     }
@@ -58,6 +61,16 @@ pub struct TttOutput<B: Backend> {
     /// Intermediate states, when asked for.
     pub trace: Option<Trace<B>>,
     outcomes: RowOutcomes<B>,
+}
+
+impl<B: AutodiffBackend + DraftOps> TttOutput<B> {
+    /// Gradients of everything the loss depends on. The graph is used up.
+    pub fn backward(&self) -> B::Gradients {
+        let mut made = None;
+        B::on_device(&self.loss.device(), || made = Some(self.loss.backward()));
+        let Some(made) = made else { unreachable!("the task has run") };
+        made
+    }
 }
 
 impl<B: Backend> TttOutput<B> {
@@ -136,6 +149,15 @@ pub fn ttt_step<B: DraftOps>(
     options: &TttOptions,
 ) -> Result<TttOutput<B>, TttError> {
     check(draft, frozen, batch, options)?;
+    B::on_device(&draft.device(), || unchecked_step(draft, frozen, batch, options))
+}
+
+fn unchecked_step<B: DraftOps>(
+    draft: &Eagle3Draft<B>,
+    frozen: &FrozenTarget<B>,
+    batch: &TrainBatch<B>,
+    options: &TttOptions,
+) -> Result<TttOutput<B>, TttError> {
     let tokens = batch.tokens();
     let masks =
         row_masks(tokens, options.steps, options.mask_mode, &known_top(frozen, batch, options));
@@ -150,13 +172,17 @@ pub fn ttt_step<B: DraftOps>(
         let loss = draft.norm.clone().narrow(0, 0, 1) * 0.0;
         return Ok(TttOutput { loss, trace: None, outcomes });
     }
-    let plan = plan_batch(tokens, &rows, draft.config().attention_scale(), &device);
-    let passed = draft.unroll(&frozen.embed_tokens, &batch.aux, &plan);
+    let table = frozen.rotary.table(draft.config(), positions(tokens, &rows), &device);
+    let plan = plan_batch(tokens, &rows, draft.config().attention_scale(), table);
+    let mut passed = draft.unroll(&frozen.embed_tokens, &batch.aux, &plan, options.activations);
+    let normed = match options.trace {
+        true => passed.normed.clone(),
+        false => std::mem::take(&mut passed.normed),
+    };
     let compared = Comparison::new(tokens, &rows, plan.steps.len());
     let weights = outcomes.weights(&compared.order, options.step_decay);
     let states = compared.gather_states(batch, &device);
-    let order = RowIndex::new(compared.permutation, &device);
-    let hidden = B::gather_rows(Tensor::cat(passed.normed.clone(), 0), &order);
+    let hidden = compared.order_rows(normed, &device);
     let distill = DistillRows {
         states: compared.state_of_row,
         weights,
@@ -250,8 +276,8 @@ fn divisors(tokens: &BatchTokens, masks: &RowMasks, options: &TttOptions) -> Vec
 struct Comparison {
     /// Step and row of each compared row.
     order: Vec<(usize, u32)>,
-    /// Its place among the rows of all steps, step after step.
-    permutation: Vec<u32>,
+    /// For each step, where its rows are in `order`.
+    places: Vec<Vec<u32>>,
     /// Its teacher state, as a place in `slots`.
     state_of_row: Vec<u32>,
     /// States in use; the number of rows stands for the zero state past the end.
@@ -264,15 +290,18 @@ impl Comparison {
         let layout = Layout::new(tokens);
         let mut all = Vec::new();
         for (step, need) in rows.need[..steps].iter().enumerate() {
-            for &row in need {
+            for (at, &row) in need.iter().enumerate() {
                 let slot = layout.ahead(row as usize, 1 + step).unwrap_or(layout.rows());
-                all.push((slot as u32, step, row, all.len() as u32));
+                all.push((slot as u32, step, row, at));
             }
         }
         all.sort_unstable();
         let mut slots: Vec<u32> = Vec::new();
         let mut state_of_row = Vec::with_capacity(all.len());
-        for &(slot, ..) in &all {
+        let mut places: Vec<_> =
+            rows.need[..steps].iter().map(|need| vec![0; need.len()]).collect();
+        for (place, &(slot, step, _, at)) in all.iter().enumerate() {
+            places[step][at] = place as u32;
             if slots.last() != Some(&slot) {
                 slots.push(slot);
             }
@@ -280,11 +309,24 @@ impl Comparison {
         }
         Self {
             order: all.iter().map(|&(_, step, row, _)| (step, row)).collect(),
-            permutation: all.iter().map(|&(.., place)| place).collect(),
+            places,
             state_of_row,
             slots,
             rows: layout.rows(),
         }
+    }
+
+    /// Rows of all steps in `order`.
+    fn order_rows<B: DraftOps>(
+        &self,
+        steps: Vec<Tensor<B, 2>>,
+        device: &B::Device,
+    ) -> Tensor<B, 2> {
+        let (width, dtype) = (steps[0].dims()[1], steps[0].dtype());
+        let zeros = Tensor::zeros([self.order.len(), width], (device, dtype));
+        steps.into_iter().zip(&self.places).fold(zeros, |ordered, (rows, places)| {
+            B::place_rows(ordered, rows, &RowIndex::new(places.clone(), device))
+        })
     }
 
     fn gather_states<B: DraftOps>(

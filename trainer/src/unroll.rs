@@ -1,11 +1,13 @@
 //! Runs a draft over the planned rows of a batch, step after step. Knows nothing of losses or of
 //! the teacher.
 
+use std::sync::{Arc, Mutex, PoisonError};
+
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 
-use crate::draft::{Attention, DraftConfig, Eagle3Draft, GqaWeights, MlaWeights};
+use crate::draft::{Attention, DraftConfig, Eagle3Draft, MlaWeights};
 use crate::draft::{AttentionConfig, rotary_frequencies};
-use crate::ops::{DraftOps, RotaryTable, RowIndex};
+use crate::ops::{Activations, DraftOps, MlpWeights, RotaryTable, RowIndex};
 use crate::plan::{BatchPlan, StepPlan};
 
 /// States of all steps.
@@ -53,6 +55,15 @@ pub(crate) enum KeyPlace {
     BehindFirst,
 }
 
+/// What the layer's first projections make of normed token embeddings, one row a token: half of
+/// what they make of embedding and hidden state, and the same at every step.
+pub(crate) struct TokenHalf<B: Backend> {
+    /// `[tokens, out]`.
+    queries: Tensor<B, 2>,
+    /// For each projection of keys and values `[tokens, out]`.
+    keys: Vec<Tensor<B, 2>>,
+}
+
 fn gather<B: DraftOps>(x: Tensor<B, 2>, rows: Option<&RowIndex<B>>) -> Tensor<B, 2> {
     match rows {
         Some(rows) => B::gather_rows(x, rows),
@@ -67,17 +78,20 @@ impl<B: DraftOps> Eagle3Draft<B> {
         embed_tokens: &Tensor<B, 2>,
         aux: &Tensor<B, 2>,
         plan: &BatchPlan<B>,
+        activations: Activations,
     ) -> Unrolled<B> {
-        let table = rotary_table(&self.config, plan.positions, &self.device());
+        let table = &plan.table;
         let h0 = self.fuse(gather(aux.clone(), plan.base.as_ref()));
+        let tokens = B::gather_rows(embed_tokens.clone(), &plan.tokens);
+        let half = self.token_half(tokens, plan.queried.as_ref());
         let mut made = StepKeys::new();
         let (mut layer_output, mut normed) = (Vec::new(), Vec::new());
         let mut hidden = h0.clone();
         for step in &plan.steps {
             let previous = gather(hidden, step.from_previous.as_ref());
-            let token = B::gather_rows(embed_tokens.clone(), &step.tokens);
-            let z =
-                self.layer_step((token, previous), step, &table, (&mut made, KeyPlace::NewStep));
+            let y =
+                self.attention_step((&half, previous), step, table, (&mut made, KeyPlace::NewStep));
+            let z = self.mlp_step(y, activations);
             let output = B::rms_norm(z.clone(), self.norm.clone(), self.config.rms_norm_eps);
             hidden = if self.config.norm_output { output.clone() } else { z.clone() };
             layer_output.push(z);
@@ -98,34 +112,77 @@ impl<B: DraftOps> Eagle3Draft<B> {
         B::project(input, self.fc.clone())
     }
 
-    /// The decoder layer on the rows of one step, given token embeddings and hidden states; adds
-    /// the step's keys and values to those made before.
-    pub(crate) fn layer_step(
+    /// The half of the first projections that depends on tokens only: embeddings `[tokens, H]`, and
+    /// which of these rows queries will ask for.
+    pub(crate) fn token_half(
         &self,
-        (token, hidden): (Tensor<B, 2>, Tensor<B, 2>),
+        tokens: Tensor<B, 2>,
+        queried: Option<&RowIndex<B>>,
+    ) -> TokenHalf<B> {
+        let norm = self.layer.input_layernorm.clone();
+        let normed = B::rms_norm(tokens, norm, self.config.rms_norm_eps);
+        let (query, keys) = first_projections(&self.layer.attention);
+        let half =
+            |x: Tensor<B, 2>, weight: &Tensor<B, 2>| B::project_part(x, weight.clone(), 0, None);
+        TokenHalf {
+            keys: keys.into_iter().map(|weight| half(normed.clone(), weight)).collect(),
+            queries: half(gather(normed, queried), query),
+        }
+    }
+
+    /// The attention of one step, on top of what goes past it, given the tokens' half and hidden
+    /// states; adds the step's keys and values to those made before.
+    pub(crate) fn attention_step(
+        &self,
+        (half, hidden): (&TokenHalf<B>, Tensor<B, 2>),
         step: &StepPlan<B>,
         table: &RotaryTable<B>,
         (made, place): (&mut StepKeys<B>, KeyPlace),
     ) -> Tensor<B, 2> {
         let (layer, eps) = (&self.layer, self.config.rms_norm_eps);
-        let token = B::rms_norm(token, layer.input_layernorm.clone(), eps);
         let normed = B::rms_norm(hidden.clone(), layer.hidden_norm.clone(), eps);
-        let input = Tensor::cat(vec![token, normed.clone()], 1);
         let heads = HeadSplit { config: &self.config, table };
-        let (key, value) = heads.keys_values(&layer.attention, input.clone(), &step.key_positions);
+        let (query, keys) = first_projections(&layer.attention);
+        let second = |x: &Tensor<B, 2>, weight: &Tensor<B, 2>, half: Tensor<B, 2>| {
+            B::project_part(x.clone(), weight.clone(), self.config.hidden_size, Some(half))
+        };
+        let key = |(weight, half): (&Tensor<B, 2>, &Tensor<B, 2>)| {
+            second(&normed, weight, B::gather_rows(half.clone(), &step.key_tokens))
+        };
+        let keys = keys.into_iter().zip(&half.keys).map(key).collect();
+        let (key, value) = heads.keys_values(&layer.attention, keys, &step.key_positions);
         made.add(key, value, place);
-        let input = gather(input, step.queries.as_ref());
-        let queries = heads.queries(&layer.attention, input, &step.query_positions);
+        let asked = gather(normed.clone(), step.queries.as_ref());
+        let query = second(&asked, query, B::gather_rows(half.queries.clone(), &step.query_tokens));
+        let queries = heads.queries(&layer.attention, query, &step.query_positions);
         let mixed = B::ttt_attention(queries, &made.keys, &made.values, &step.attention);
         let [rows, count, size] = mixed.dims();
-        let mixed = B::project(mixed.reshape([rows, count * size]), layer.o_proj.clone());
-
         let residual = if self.config.norm_before_residual { normed } else { hidden };
-        let y = gather(residual, step.queries.as_ref()) + mixed;
-        let n = B::rms_norm(y.clone(), layer.post_attention_layernorm.clone(), eps);
-        let gate = B::project(n.clone(), layer.gate_proj.clone());
-        let up = B::project(n, layer.up_proj.clone());
-        y + B::project(B::swiglu(gate, up), layer.down_proj.clone())
+        let residual = gather(residual, step.queries.as_ref());
+        let mixed = mixed.reshape([rows, count * size]);
+        B::project_part(mixed, layer.o_proj.clone(), 0, Some(residual))
+    }
+
+    /// The MLP on top of what the attention made.
+    pub(crate) fn mlp_step(&self, y: Tensor<B, 2>, activations: Activations) -> Tensor<B, 2> {
+        let layer = &self.layer;
+        let weights = MlpWeights {
+            norm: layer.post_attention_layernorm.clone(),
+            eps: self.config.rms_norm_eps,
+            gate: layer.gate_proj.clone(),
+            up: layer.up_proj.clone(),
+            down: layer.down_proj.clone(),
+        };
+        B::mlp(y, weights, activations)
+    }
+}
+
+/// Weights `[out, 2 * H]` that read embedding and hidden state: for queries, and for keys and
+/// values.
+fn first_projections<B: Backend>(attention: &Attention<B>) -> (&Tensor<B, 2>, Vec<&Tensor<B, 2>>) {
+    match attention {
+        Attention::Gqa(w) => (&w.q_proj, vec![&w.k_proj, &w.v_proj]),
+        Attention::Mla(w) => (&w.q_a_proj, vec![&w.kv_a_proj_with_mqa]),
     }
 }
 
@@ -136,23 +193,19 @@ struct HeadSplit<'a, B: Backend> {
 }
 
 impl<B: DraftOps> HeadSplit<'_, B> {
-    /// Queries `[n, heads, d]` of `input [n, 2 * H]`.
+    /// Queries `[n, heads, d]` of what the first projection made, `[n, out]`.
     fn queries(
         &self,
         attention: &Attention<B>,
-        input: Tensor<B, 2>,
+        made: Tensor<B, 2>,
         positions: &RowIndex<B>,
     ) -> Tensor<B, 3> {
         let heads = self.config.num_attention_heads;
         match attention {
-            Attention::Gqa(w) => {
-                let q = split(B::project(input, w.q_proj.clone()), heads);
-                B::rope(q, self.table, positions)
-            }
+            Attention::Gqa(_) => B::rope(split(made, heads), self.table, positions),
             Attention::Mla(w) => {
                 let eps = self.config.rms_norm_eps;
-                let low = B::project(input, w.q_a_proj.clone());
-                let low = B::rms_norm(low, w.q_a_layernorm.clone(), eps);
+                let low = B::rms_norm(made, w.q_a_layernorm.clone(), eps);
                 let q = split(B::project(low, w.q_b_proj.clone()), heads);
                 let rotary = self.config.rotary_dim();
                 let plain = q.dims()[2] - rotary;
@@ -162,43 +215,40 @@ impl<B: DraftOps> HeadSplit<'_, B> {
         }
     }
 
-    /// Keys `[n, groups, d]` and values `[n, groups, v]` of `input [n, 2 * H]`.
+    /// Keys `[n, groups, d]` and values `[n, groups, v]` of what the first projections made.
     fn keys_values(
         &self,
         attention: &Attention<B>,
-        input: Tensor<B, 2>,
+        made: Vec<Tensor<B, 2>>,
         positions: &RowIndex<B>,
     ) -> (Tensor<B, 3>, Tensor<B, 3>) {
-        match attention {
-            Attention::Gqa(w) => self.grouped_keys_values(w, input, positions),
-            Attention::Mla(w) => self.latent_keys_values(w, input, positions),
+        match (attention, <[_; 2]>::try_from(made)) {
+            (Attention::Gqa(_), Ok([key, value])) => {
+                let AttentionConfig::Gqa { num_key_value_heads: groups, .. } =
+                    self.config.attention
+                else {
+                    unreachable!("grouped weights come from a grouped config");
+                };
+                (B::rope(split(key, groups), self.table, positions), split(value, groups))
+            }
+            (Attention::Mla(w), Err(made)) => {
+                let both = made.into_iter().next();
+                let Some(both) = both else { unreachable!("one projection makes both") };
+                self.latent_keys_values(w, both, positions)
+            }
+            _ => unreachable!("as many products as projections"),
         }
-    }
-
-    fn grouped_keys_values(
-        &self,
-        w: &GqaWeights<B>,
-        input: Tensor<B, 2>,
-        positions: &RowIndex<B>,
-    ) -> (Tensor<B, 3>, Tensor<B, 3>) {
-        let AttentionConfig::Gqa { num_key_value_heads: groups, .. } = self.config.attention else {
-            unreachable!("grouped weights come from a grouped config");
-        };
-        let key = split(B::project(input.clone(), w.k_proj.clone()), groups);
-        let value = split(B::project(input, w.v_proj.clone()), groups);
-        (B::rope(key, self.table, positions), value)
     }
 
     fn latent_keys_values(
         &self,
         w: &MlaWeights<B>,
-        input: Tensor<B, 2>,
+        both: Tensor<B, 2>,
         positions: &RowIndex<B>,
     ) -> (Tensor<B, 3>, Tensor<B, 3>) {
         let (heads, rotary) = (self.config.num_attention_heads, self.config.rotary_dim());
-        let rows = input.dims()[0];
+        let rows = both.dims()[0];
         let rank = w.kv_a_layernorm.dims()[0];
-        let both = B::project(input, w.kv_a_proj_with_mqa.clone());
         let low = both.clone().narrow(1, 0, rank);
         let low = B::rms_norm(low, w.kv_a_layernorm.clone(), self.config.rms_norm_eps);
         let turned = split(both.narrow(1, rank, rotary), 1);
@@ -217,6 +267,39 @@ impl<B: DraftOps> HeadSplit<'_, B> {
 fn split<B: Backend>(x: Tensor<B, 2>, heads: usize) -> Tensor<B, 3> {
     let [rows, width] = x.dims();
     x.reshape([rows, heads, width / heads])
+}
+
+/// The table made last, for as long as it serves: it takes the host longer to make than a step's
+/// plans.
+#[derive(Clone, Debug)]
+pub(crate) struct RotaryCache<B: Backend>(Arc<Mutex<Option<(Vec<f64>, usize, RotaryTable<B>)>>>);
+
+impl<B: Backend> RotaryCache<B> {
+    pub(crate) fn new() -> Self {
+        Self(Arc::default())
+    }
+
+    /// A table for at least the positions below `positions`.
+    pub(crate) fn table(
+        &self,
+        config: &DraftConfig,
+        positions: usize,
+        device: &B::Device,
+    ) -> RotaryTable<B> {
+        let frequencies = rotary_frequencies(config);
+        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        match &*kept {
+            Some((known, count, table)) if *known == frequencies && *count >= positions => {
+                table.clone()
+            }
+            _ => {
+                let count = positions.next_multiple_of(1024);
+                let table = rotary_table(config, count, device);
+                *kept = Some((frequencies, count, table.clone()));
+                table
+            }
+        }
+    }
 }
 
 /// Cosines and sines of the positions below `positions`.
@@ -290,16 +373,16 @@ mod tests {
                 Tensor::random([rows, width], Distribution::Normal(0.0, 1.0), &device)
             };
             let (embed, aux) = (random(40, 32), random(19, 96));
-            let mut plan = plan_batch::<Flex>(&tokens, &rows, 0.4, &device);
-            let before = draft.unroll(&embed, &aux, &plan);
-            plan.positions += 23;
+            let table = rotary_table(&draft.config, 64, &device);
+            let mut plan = plan_batch::<Flex>(&tokens, &rows, 0.4, table);
+            let before = draft.unroll(&embed, &aux, &plan, Activations::Keep);
             for step in &mut plan.steps {
                 for positions in [&mut step.key_positions, &mut step.query_positions] {
                     let shifted = positions.host().iter().map(|&at| at + 23).collect();
                     *positions = RowIndex::new(shifted, &device);
                 }
             }
-            let after = draft.unroll(&embed, &aux, &plan);
+            let after = draft.unroll(&embed, &aux, &plan, Activations::Keep);
             for (before, after) in before.layer_output.into_iter().zip(after.layer_output) {
                 let scale = before.clone().abs().max().into_scalar();
                 let difference = (before - after).abs().max().into_scalar();

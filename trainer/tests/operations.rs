@@ -7,8 +7,8 @@ use burn::tensor::{FloatDType, Tensor, TensorData};
 use proptest::prelude::*;
 use trainer::losses::LossKind;
 use trainer::ops::{
-    AdamWState, AdamWStep, AttentionPlan, DistillRows, DraftOps, RotaryTable, RowIndex, Segment,
-    TeacherHead, plain,
+    Activations, AdamWState, AdamWStep, AttentionPlan, DistillRows, DraftOps, MlpWeights,
+    RotaryTable, RowIndex, Segment, TeacherHead, plain,
 };
 
 type B = Autodiff<Flex>;
@@ -67,11 +67,19 @@ proptest! {
         seed in any::<u64>(),
     ) {
         let (x, w) = (leaf([rows, width], seed), leaf([out, width], seed ^ 1));
+        let sum = leaf([rows, out], seed ^ 4);
         assert_same!(
             seed,
-            B::project(x.clone(), w.clone()),
-            plain::project(x.clone(), w.clone()),
-            [x, w]
+            B::project_part(x.clone(), w.clone(), 0, Some(sum.clone())),
+            plain::project_part(x.clone(), w.clone(), 0, Some(sum.clone())),
+            [x, w, sum]
+        );
+        let (part, w) = (leaf([rows, width], seed), leaf([out, width + 5], seed ^ 1));
+        assert_same!(
+            seed,
+            B::project_part(part.clone(), w.clone(), 3, None),
+            plain::project_part(part.clone(), w.clone(), 3, None),
+            [part, w]
         );
         // A leaf whose graph was consumed would lose gradients of a second pair of graphs.
         let (x, norm) = (leaf([rows, width], seed), leaf([width], seed ^ 2));
@@ -81,13 +89,34 @@ proptest! {
             plain::rms_norm(x.clone(), norm.clone(), 1e-3),
             [x, norm]
         );
-        let (x, up) = (leaf([rows, width], seed), leaf([rows, width], seed ^ 3));
-        assert_same!(
-            seed,
-            B::swiglu(x.clone() * 5.0, up.clone()),
-            plain::swiglu(x.clone() * 5.0, up.clone()),
-            [x, up]
-        );
+    }
+
+    #[test]
+    fn an_mlp_with_and_without_its_activations(
+        rows in 1usize..90,
+        width in 1usize..20,
+        inner in 1usize..30,
+        seed in any::<u64>(),
+    ) {
+        for activations in [Activations::Keep, Activations::Recompute] {
+            let (x, norm) = (leaf([rows, width], seed), leaf([width], seed ^ 2));
+            let (gate, up) = (leaf([inner, width], seed ^ 3), leaf([inner, width], seed ^ 4));
+            let down = leaf([width, inner], seed ^ 5);
+            let weights = MlpWeights {
+                norm: norm.clone(),
+                eps: 1e-3,
+                gate: gate.clone(),
+                up: up.clone(),
+                down: down.clone(),
+            };
+            // Twice, so that the gradients of the weights add up.
+            assert_same!(
+                seed,
+                B::mlp(B::mlp(x.clone(), weights.clone(), activations), weights.clone(), activations),
+                plain::mlp(plain::mlp(x.clone(), weights.clone()), weights.clone()),
+                [x, norm, gate, up, down]
+            );
+        }
     }
 
     #[test]
@@ -96,7 +125,7 @@ proptest! {
         let twice = |f: fn(Tensor<B, 2>, Tensor<B, 2>) -> Tensor<B, 2>| {
             f(f(x.clone(), w.clone()), w.clone()) + x.clone().matmul(w.clone())
         };
-        assert_same!(seed, twice(B::project), twice(plain::project), [x, w]);
+        assert_same!(seed, twice(B::project), twice(|x, w| plain::project_part(x, w, 0, None)), [x, w]);
     }
 
     #[test]

@@ -129,7 +129,7 @@ fn measure(
         wanted.insert(0, LayerIndex(u16::try_from(layers - 2)?));
     }
     let wanted = Wanted { layers: wanted, ..Wanted::default() };
-    target.probe(batch, wanted.clone())?;
+    target.probe(batch, wanted.clone())?.capture.recycle();
     let mut runs: Vec<(Duration, StageTimes)> = Vec::with_capacity(args.repeats);
     let mut captured = 0;
     for _ in 0..args.repeats {
@@ -137,6 +137,7 @@ fn measure(
         let probe = target.probe(batch, wanted.clone())?;
         runs.push((start.elapsed(), probe.times));
         captured = probe.capture.layers.iter().map(|layer| layer.rows.bytes()).sum();
+        probe.capture.recycle();
     }
     runs.sort_by_key(|(time, _)| *time);
     let best = runs.first().map_or(Duration::ZERO, |(time, _)| *time);

@@ -3,7 +3,7 @@
 use std::io::Write;
 use std::path::PathBuf;
 
-use extractor::cosine::{CLEAR, Cosines, MEDIAN};
+use extractor::cosine::{BELOW, CLEAR, Cosines, MEDIAN};
 use extractor::golden::{Golden, GoldenReport, LOGIT_NEAR_TIE, ROUTER_NEAR_TIE};
 use extractor::target::{Compute, Device, EngineOptions, QaNormEps, RankGroup};
 
@@ -28,6 +28,9 @@ pub(crate) struct CheckArgs {
     /// Epsilon of the MLA latent norms: hf (1e-6) or config; must be that of the golden file.
     #[arg(long, default_value_t = QaNormEps::Hf)]
     qa_norm_eps: QaNormEps,
+    /// All prompts in one batch, instead of a batch each.
+    #[arg(long)]
+    together: bool,
     /// Largest difference that passes, in units of each tensor's rms.
     #[arg(long, default_value_t = 1e-3)]
     tolerance: f64,
@@ -39,12 +42,12 @@ pub(crate) fn run(args: &CheckArgs, out: &mut dyn Write) -> anyhow::Result<bool>
     let mut target = RankGroup::open(&EngineOptions {
         device: args.device,
         compute: args.compute,
-        batch_tokens: golden.longest(),
+        batch_tokens: golden.longest(args.together),
         tp: args.tp,
         qa_norm_eps: args.qa_norm_eps,
         ..EngineOptions::new(&args.model)
     })?;
-    let report = golden.compare(&mut target)?;
+    let report = golden.compare(&mut target, args.together)?;
     if args.compute.on(args.device) == Compute::Bf16 {
         print_cosines(&report, out)?;
         return Ok(report.agrees_in_bf16());
@@ -60,7 +63,7 @@ fn print_cosines(report: &GoldenReport, out: &mut dyn Write) -> std::io::Result<
     writeln!(out, "{tensor:width$}  {rows:>6}  {median:>13}  {clear:>10}  {worst:>13}")?;
     for cosines in &report.cosines {
         let mark = if cosines.agrees() { "" } else { "  TOO FAR" };
-        let Cosines { tensor, rows, median, clear, worst_clear } = cosines;
+        let Cosines { tensor, rows, median, clear, worst_clear, .. } = cosines;
         writeln!(
             out,
             "{tensor:width$}  {rows:>6}  {median:>13.6}  {clear:>10}  {worst_clear:>13.6}{mark}"
@@ -76,10 +79,13 @@ fn print_cosines(report: &GoldenReport, out: &mut dyn Write) -> std::io::Result<
     let smallest = |values: &dyn Fn(&Cosines) -> f64| {
         report.cosines.iter().map(values).fold(f64::INFINITY, f64::min)
     };
-    let (median, clear) = (smallest(&|c| c.median), smallest(&|c| c.worst_clear));
+    let (median, worst) = (smallest(&|c| c.median), smallest(&|c| c.worst_clear));
+    let (clear, below) = Cosines::clear(&report.cosines);
     writeln!(
         out,
-        "worst:   median {median:.6} (at least {MEDIAN}), clear row {clear:.6} (at least {CLEAR})"
+        "worst:   median {median:.6} (at least {MEDIAN}), clear row {worst:.6}; {below} of {clear} \
+         below {CLEAR} (at most {:.0} %)",
+        100.0 * BELOW
     )
 }
 

@@ -60,11 +60,14 @@ fn write(mut sink: ShardSink<'_>, work: &Receiver<Work>) -> Result<Written, Sink
         match work {
             Work::Notes(records) => sink.note(records),
             Work::Batch(parts) => {
-                for part in &parts {
+                for part in parts {
                     match part {
-                        Part::Captured(batch, capture) => sink.write(batch, capture)?,
+                        Part::Captured(batch, capture) => {
+                            sink.write(&batch, &capture)?;
+                            capture.recycle();
+                        }
                         Part::TooLarge(batch, words) => {
-                            sink.reject(batch, &format!("out_of_memory: {words}"));
+                            sink.reject(&batch, &format!("out_of_memory: {words}"));
                         }
                     }
                 }

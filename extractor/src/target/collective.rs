@@ -1,35 +1,57 @@
-//! Sums across the ranks of a group. Knows nothing of models; a group is threads of one process.
+//! Exchange of rows between the ranks of a group. Knows nothing of models; on the CPU a group is
+//! threads of one process.
 
+use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use super::error::TargetError;
 
-/// The collective operations of one rank, over device buffers `B`.
+/// The collective operations of one rank, over device buffers `B`. All ranks call the same ones in
+/// the same order, with equal numbers of rows. Of any rows, each rank owns the [`share`] that has
+/// its number.
 pub(super) trait Collective<B>: Send {
     /// Ranks in the group.
     fn world_size(&self) -> usize;
 
-    /// Replaces `values` on every rank by the sum over all ranks, the same bits everywhere. All
-    /// ranks must call it with equal lengths.
-    fn all_reduce(&mut self, values: &mut B) -> Result<(), TargetError>;
+    /// This rank.
+    fn rank(&self) -> usize;
 
-    /// Starts [`Collective::all_reduce`] for one half of a batch. The values may be read, and the
-    /// next sum of that half started, after [`Collective::finish`].
-    fn start(&mut self, _half: usize, values: &mut B) -> Result<(), TargetError> {
-        self.all_reduce(values)
-    }
+    /// Gives every rank its share of the rows of `parts`, [rows, width], and fills `received`,
+    /// [ranks, own rows, width], with what the others gave; this rank's place in it is left alone.
+    fn scatter(
+        &mut self,
+        parts: &B,
+        received: &mut B,
+        shape: [usize; 2],
+    ) -> Result<(), TargetError>;
 
-    /// Lets what the device does next see the sum that was started for `half`.
-    fn finish(&mut self, _half: usize) -> Result<(), TargetError> {
-        Ok(())
-    }
+    /// Gives every rank this rank's share of `rows` rows of each table, and takes theirs.
+    fn gather(&mut self, tables: &mut [Table<'_, B>], rows: usize) -> Result<(), TargetError>;
 
     /// From now on, waiting ends with an error at `deadline`.
     fn set_deadline(&mut self, deadline: Instant);
 }
 
-/// The group of one rank: sums are the values themselves.
+/// A table of which every rank has made its share of the rows.
+#[derive(Debug)]
+pub(super) struct Table<'a, B> {
+    /// This rank's share, [own rows, width]; absent where it is in its place already.
+    pub own: Option<&'a B>,
+    /// Where all rows go, [first + rows, width].
+    pub all: &'a mut B,
+    /// The first of them.
+    pub first: usize,
+    /// Values a row.
+    pub width: usize,
+}
+
+/// The rows, of `rows`, that a rank owns.
+pub(super) fn share(rank: usize, ranks: usize, rows: usize) -> Range<usize> {
+    rank * rows / ranks..(rank + 1) * rows / ranks
+}
+
+/// The group of one rank, which has nothing to exchange.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Solo;
 
@@ -38,15 +60,22 @@ impl<B> Collective<B> for Solo {
         1
     }
 
-    fn all_reduce(&mut self, _values: &mut B) -> Result<(), TargetError> {
+    fn rank(&self) -> usize {
+        0
+    }
+
+    fn scatter(&mut self, _: &B, _: &mut B, _: [usize; 2]) -> Result<(), TargetError> {
+        Ok(())
+    }
+
+    fn gather(&mut self, _: &mut [Table<'_, B>], _: usize) -> Result<(), TargetError> {
         Ok(())
     }
 
     fn set_deadline(&mut self, _deadline: Instant) {}
 }
 
-/// One rank of a group of CPU threads. Partial sums are added in rank order, so results do not
-/// depend on which thread came first.
+/// One rank of a group of CPU threads.
 #[derive(Debug)]
 pub(super) struct Threads {
     rank: usize,
@@ -58,8 +87,8 @@ pub(super) struct Threads {
 struct Shared {
     barrier: Mutex<Barrier>,
     changed: Condvar,
-    partials: Vec<RwLock<Vec<f32>>>,
-    sums: Vec<RwLock<Vec<f32>>>,
+    /// What each rank gives.
+    slots: Vec<RwLock<Vec<f32>>>,
 }
 
 #[derive(Debug, Default)]
@@ -76,12 +105,10 @@ pub(super) struct Ender(Arc<Shared>);
 impl Threads {
     /// The ranks of a group of `world_size`, and the handle that ends it.
     pub(super) fn group(world_size: usize) -> (Vec<Self>, Ender) {
-        let slots = || (0..world_size).map(|_| RwLock::default()).collect();
         let shared = Arc::new(Shared {
             barrier: Mutex::default(),
             changed: Condvar::new(),
-            partials: slots(),
-            sums: slots(),
+            slots: (0..world_size).map(|_| RwLock::default()).collect(),
         });
         let deadline = Instant::now() + Duration::from_secs(600);
         let ranks =
@@ -90,7 +117,7 @@ impl Threads {
     }
 
     fn wait(&self) -> Result<(), TargetError> {
-        let world_size = self.shared.partials.len();
+        let world_size = self.shared.slots.len();
         let mut barrier = self.shared.lock();
         let generation = barrier.generation;
         barrier.arrived += 1;
@@ -117,6 +144,26 @@ impl Threads {
             barrier = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
+
+    /// Shows `own` to the others, and `take`s what each rank shows.
+    fn exchange(
+        &self,
+        own: &[f32],
+        mut take: impl FnMut(usize, &[f32]) -> Result<(), TargetError>,
+    ) -> Result<(), TargetError> {
+        {
+            let slot = self.shared.slots[self.rank].write();
+            let mut slot = slot.unwrap_or_else(PoisonError::into_inner);
+            slot.clear();
+            slot.extend_from_slice(own);
+        }
+        self.wait()?;
+        for (rank, slot) in self.shared.slots.iter().enumerate() {
+            take(rank, &slot.read().unwrap_or_else(PoisonError::into_inner))?;
+        }
+        // Nobody shows the next before all have taken this.
+        self.wait()
+    }
 }
 
 impl Shared {
@@ -134,39 +181,61 @@ impl Ender {
     }
 }
 
+fn expect_values(rank: usize, found: usize, expected: usize) -> Result<(), TargetError> {
+    if found == expected {
+        return Ok(());
+    }
+    let (found, expected) = (format!("{found} values to exchange"), expected.to_string());
+    Err(TargetError::Reply { rank, found, expected })
+}
+
 impl Collective<Vec<f32>> for Threads {
     fn world_size(&self) -> usize {
-        self.shared.partials.len()
+        self.shared.slots.len()
     }
 
-    fn all_reduce(&mut self, values: &mut Vec<f32>) -> Result<(), TargetError> {
-        let world_size = self.shared.partials.len();
-        let len = values.len();
-        std::mem::swap(&mut *write(&self.shared.partials[self.rank]), values);
-        self.wait()?;
-        let part = |rank: usize| rank * len / world_size..(rank + 1) * len / world_size;
-        {
-            let own = part(self.rank);
-            let mut sum = write(&self.shared.sums[self.rank]);
-            sum.clear();
-            sum.resize(own.len(), 0.0);
-            for (rank, partial) in self.shared.partials.iter().enumerate() {
-                let partial = read(partial);
-                let Some(partial) = partial.get(own.clone()).filter(|_| partial.len() == len)
-                else {
-                    return Err(TargetError::Reply {
-                        rank,
-                        found: format!("{} values to sum", partial.len()),
-                        expected: format!("{len}"),
-                    });
-                };
-                sum.iter_mut().zip(partial).for_each(|(sum, value)| *sum += value);
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn scatter(
+        &mut self,
+        parts: &Vec<f32>,
+        received: &mut Vec<f32>,
+        [rows, width]: [usize; 2],
+    ) -> Result<(), TargetError> {
+        let ranks = self.shared.slots.len();
+        let own = share(self.rank, ranks, rows);
+        let size = own.len() * width;
+        received.resize(ranks * size, 0.0);
+        self.exchange(parts, |rank, part| {
+            expect_values(rank, part.len(), rows * width)?;
+            if rank != self.rank {
+                received[rank * size..(rank + 1) * size]
+                    .copy_from_slice(&part[own.start * width..own.end * width]);
             }
-        }
-        self.wait()?;
-        values.resize(len, 0.0);
-        for (rank, sum) in self.shared.sums.iter().enumerate() {
-            values[part(rank)].copy_from_slice(&read(sum));
+            Ok(())
+        })
+    }
+
+    fn gather(
+        &mut self,
+        tables: &mut [Table<'_, Vec<f32>>],
+        rows: usize,
+    ) -> Result<(), TargetError> {
+        let ranks = self.shared.slots.len();
+        for Table { own, all, first, width } in tables {
+            all.resize((*first + rows) * *width, 0.0);
+            let place = share(self.rank, ranks, rows);
+            let place = (*first + place.start) * *width..(*first + place.end) * *width;
+            let own = own.map_or_else(|| all[place].to_vec(), Vec::clone);
+            self.exchange(&own, |rank, part| {
+                let place = share(rank, ranks, rows);
+                expect_values(rank, part.len(), place.len() * *width)?;
+                all[(*first + place.start) * *width..(*first + place.end) * *width]
+                    .copy_from_slice(part);
+                Ok(())
+            })?;
         }
         Ok(())
     }
@@ -174,14 +243,6 @@ impl Collective<Vec<f32>> for Threads {
     fn set_deadline(&mut self, deadline: Instant) {
         self.deadline = deadline;
     }
-}
-
-fn read(slot: &RwLock<Vec<f32>>) -> std::sync::RwLockReadGuard<'_, Vec<f32>> {
-    slot.read().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn write(slot: &RwLock<Vec<f32>>) -> std::sync::RwLockWriteGuard<'_, Vec<f32>> {
-    slot.write().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
@@ -205,24 +266,42 @@ mod tests {
         })
     }
 
-    /// (1e8 + 1) - 1e8 is 0 in f32 but 1e8 - 1e8 + 1 is 1: only one order gives this sum.
+    /// Rows do not divide by ranks, and fewer rows than ranks leave some without.
     #[test]
-    fn sums_are_taken_in_rank_order_and_repeat() {
-        let (ranks, _) = Threads::group(3);
-        let sums = on_ranks(ranks, |rank, collective| {
-            (0..50)
-                .map(|round| {
-                    let value = [1e8, -1e8, 1.0][rank];
-                    let mut values = vec![value; 5 + round];
-                    collective.all_reduce(&mut values).unwrap();
-                    values
-                })
-                .collect::<Vec<_>>()
-        });
-        for rounds in sums {
-            for (round, values) in rounds.into_iter().enumerate() {
-                assert_eq!(values, vec![1.0; 5 + round]);
-            }
+    fn every_row_reaches_its_owner_and_comes_back() {
+        const WIDTH: usize = 3;
+        for rows in [0, 1, 2, 3, 5, 7, 11] {
+            let (ranks, _) = Threads::group(3);
+            on_ranks(ranks, |rank, collective| {
+                let value =
+                    |rank: usize, row: usize, col: usize| (1000 * rank + 10 * row + col) as f32;
+                let table = |rank| -> Vec<f32> {
+                    (0..rows * WIDTH).map(|i| value(rank, i / WIDTH, i % WIDTH)).collect()
+                };
+                let mut received = Vec::new();
+                collective.scatter(&table(rank), &mut received, [rows, WIDTH]).unwrap();
+                let own = share(rank, 3, rows);
+                let of = |from: usize| {
+                    let size = own.len() * WIDTH;
+                    received[from * size..(from + 1) * size].to_vec()
+                };
+                for from in (0..3).filter(|&from| from != rank) {
+                    assert_eq!(of(from), table(from)[own.start * WIDTH..own.end * WIDTH]);
+                }
+                // Each rank's share of table 7 comes together behind two rows of something else.
+                let shared = table(7)[own.start * WIDTH..own.end * WIDTH].to_vec();
+                let mut all = vec![-1.0; 2 * WIDTH];
+                let table_of = Table { own: Some(&shared), all: &mut all, first: 2, width: WIDTH };
+                collective.gather(&mut [table_of], rows).unwrap();
+                assert_eq!(all[2 * WIDTH..], table(7));
+                assert_eq!(all[..2 * WIDTH], [-1.0; 2 * WIDTH]);
+                // The same with the share in its place.
+                all[2 * WIDTH..].fill(0.0);
+                all[(2 + own.start) * WIDTH..(2 + own.end) * WIDTH].copy_from_slice(&shared);
+                let in_place = Table { own: None, all: &mut all, first: 2, width: WIDTH };
+                collective.gather(&mut [in_place], rows).unwrap();
+                assert_eq!(all[2 * WIDTH..], table(7));
+            });
         }
     }
 
@@ -234,7 +313,7 @@ mod tests {
             if rank == 0 {
                 ender.end("rank 2 is gone");
             }
-            collective.all_reduce(&mut vec![1.0])
+            collective.scatter(&vec![1.0], &mut Vec::new(), [1, 1])
         });
         drop(absent);
         for result in results {
@@ -249,7 +328,7 @@ mod tests {
         let absent = ranks.pop();
         let results = on_ranks(ranks, |_, collective| {
             Collective::<Vec<f32>>::set_deadline(collective, Instant::now());
-            collective.all_reduce(&mut vec![1.0])
+            collective.scatter(&vec![1.0], &mut Vec::new(), [1, 1])
         });
         drop(absent);
         assert!(matches!(results[0], Err(TargetError::CollectiveEnded { .. })), "{results:?}");
@@ -259,7 +338,8 @@ mod tests {
     fn unequal_lengths_are_an_error() {
         let (ranks, ender) = Threads::group(2);
         let results = on_ranks(ranks, |rank, collective| {
-            let result = collective.all_reduce(&mut vec![1.0; 2 + rank]);
+            let rows = 2 + rank;
+            let result = collective.scatter(&vec![1.0; rows], &mut Vec::new(), [rows, 1]);
             ender.end("a rank failed");
             result
         });

@@ -1,6 +1,8 @@
 //! The device functions on the CPU, over the `kernels` crate, in f32. Knows nothing of ranks; it is
 //! run inside the rank's own rayon pool and uses as many threads as it is told.
 
+mod latent;
+
 use std::ops::Range;
 
 use kernels::attention::{self, AttentionShape, HeadShape};
@@ -14,8 +16,8 @@ use super::error::TargetError;
 use super::experts::ExpertScratch;
 use super::model::{Stage, StageClock, StageTimes};
 use super::ops::{
-    AttentionDims, Expert, ExpertShare, HeldExperts, LatentDims, Ops, Room, RouteRule,
-    RouterChoice, Write,
+    AttentionDims, Expert, ExpertShare, HeldExperts, LatentDims, Norm, Ops, Parts, Room, RouteRule,
+    RouterChoice, Rows, Write,
 };
 use super::source::Source;
 use super::spec::RopeSpec;
@@ -108,8 +110,6 @@ impl Ops for CpuOps {
     type Experts = HeldExperts<CpuLinear>;
     type GateUp = [CpuLinear; 2];
     type Captured = LayerRows;
-
-    const SHARES_CAPTURE: bool = false;
 
     fn buffer(&mut self, _room: Room) -> Result<Vec<f32>, TargetError> {
         Ok(Vec::new())
@@ -245,15 +245,15 @@ impl Ops for CpuOps {
 
     fn rms_norm(
         &mut self,
-        out: &mut Vec<f32>,
         x: &Vec<f32>,
-        weight: &Vec<f32>,
-        eps: f32,
+        Norm { out, first, weight, eps }: Norm<'_, Vec<f32>>,
     ) -> Result<(), TargetError> {
         let width = weight.len();
-        out.resize(x.len(), 0.0);
-        self.for_rows(out, width, |row, out| {
-            norm::rms_norm(out, &x[row * width..][..out.len()], weight, eps);
+        out.resize(first * width + x.len(), 0.0);
+        self.for_rows(&mut out[first * width..], width, |row, out| {
+            for (out, x) in out.chunks_exact_mut(width).zip(x[row * width..].chunks_exact(width)) {
+                norm::rms_norm(out, x, weight, eps);
+            }
         });
         Ok(())
     }
@@ -261,10 +261,11 @@ impl Ops for CpuOps {
     fn matmul(
         &mut self,
         out: &mut Vec<f32>,
-        x: &Vec<f32>,
+        x: Rows<'_, Vec<f32>>,
         weight: &CpuLinear,
         write: Write,
     ) -> Result<(), TargetError> {
+        let x = x.values(weight.input);
         if write == Write::Set {
             out.resize(x.len() / weight.input * weight.out, 0.0);
         }
@@ -289,21 +290,45 @@ impl Ops for CpuOps {
         Ok(())
     }
 
-    fn add(&mut self, x: &mut Vec<f32>, y: &Vec<f32>) -> Result<(), TargetError> {
-        self.for_rows(x, 64, |row, x| {
-            x.iter_mut().zip(&y[row * 64..]).for_each(|(x, y)| *x += y);
+    fn add_parts(
+        &mut self,
+        x: &mut Vec<f32>,
+        parts: &Parts<'_, Vec<f32>>,
+        write: Write,
+        norm: Option<Norm<'_, Vec<f32>>>,
+    ) -> Result<(), TargetError> {
+        let Parts { own, received, rank, ranks, rows, width } = parts;
+        let size = rows.len() * width;
+        if write == Write::Set {
+            x.clear();
+            x.resize(size, 0.0);
+        }
+        let part = |from: usize, first: usize, len: usize| match from == *rank {
+            true => &own[(rows.start + first) * width..][..len],
+            false => &received[from * size + first * width..][..len],
+        };
+        self.for_rows(x, *width, |first, x| {
+            let mut sum = vec![0.0; x.len()];
+            for from in 0..*ranks {
+                let part = part(from, first, x.len());
+                sum.iter_mut().zip(part).for_each(|(sum, part)| *sum += part);
+            }
+            x.iter_mut().zip(sum).for_each(|(x, sum)| *x += sum);
         });
-        Ok(())
+        match norm {
+            None => Ok(()),
+            Some(norm) => self.rms_norm(x, norm),
+        }
     }
 
     fn gated(
         &mut self,
         (gate, up): (&mut Vec<f32>, &mut Vec<f32>),
-        x: &Vec<f32>,
+        Rows { of, range }: Rows<'_, Vec<f32>>,
         [gate_weight, up_weight]: &[CpuLinear; 2],
     ) -> Result<(), TargetError> {
-        self.matmul(gate, x, gate_weight, Write::Set)?;
-        self.matmul(up, x, up_weight, Write::Set)?;
+        self.matmul(gate, Rows { of, range: range.clone() }, gate_weight, Write::Set)?;
+        self.matmul(up, Rows { of, range }, up_weight, Write::Set)?;
         self.for_rows(gate, 512, |row, gate| {
             activation::silu_mul(gate, &up[row * 512..][..gate.len()]);
         });
@@ -336,55 +361,23 @@ impl Ops for CpuOps {
 
     fn split_latent(
         &mut self,
-        (latent, k_pe): (&mut Vec<f32>, &mut Vec<f32>),
+        latent: Norm<'_, Vec<f32>>,
+        k_pe: &mut Vec<f32>,
         down: &Vec<f32>,
-        (weight, eps): (&Vec<f32>, f32),
         rope: usize,
     ) -> Result<(), TargetError> {
-        let (width, whole) = (weight.len(), weight.len() + rope);
-        let rows = down.len() / whole;
-        latent.resize(rows * width, 0.0);
-        k_pe.resize(rows * rope, 0.0);
-        self.for_rows(latent, width, |row, latent| {
-            for (out, down) in latent.chunks_exact_mut(width).zip(down[row * whole..].chunks(whole))
-            {
-                norm::rms_norm(out, &down[..width], weight, eps);
-            }
-        });
-        self.for_rows(k_pe, rope, |row, k_pe| {
-            for (out, down) in k_pe.chunks_exact_mut(rope).zip(down[row * whole..].chunks(whole)) {
-                out.copy_from_slice(&down[width..]);
-            }
-        });
+        latent::split(self.threads, latent, k_pe, (down, rope));
         Ok(())
     }
 
     fn expand_latent(
         &mut self,
-        (keys, values): (&mut Vec<f32>, &mut Vec<f32>),
+        keys_values: (&mut Vec<f32>, &mut Vec<f32>),
         kv: &Vec<f32>,
         k_pe: &Vec<f32>,
         dims: &LatentDims,
     ) -> Result<(), TargetError> {
-        let LatentDims { heads, nope, rope, v } = *dims;
-        let rows = k_pe.len() / rope;
-        keys.resize(rows * heads * (nope + rope), 0.0);
-        values.resize(rows * heads * v, 0.0);
-        let source = heads * (nope + v);
-        self.for_rows(keys, heads * (nope + rope), |row, keys| {
-            for (head, key) in keys.chunks_exact_mut(nope + rope).enumerate() {
-                let row = row + head / heads;
-                let (plain, rotated) = key.split_at_mut(nope);
-                plain.copy_from_slice(&kv[row * source + head % heads * (nope + v)..][..nope]);
-                rotated.copy_from_slice(&k_pe[row * rope..][..rope]);
-            }
-        });
-        self.for_rows(values, heads * v, |row, values| {
-            for (head, value) in values.chunks_exact_mut(v).enumerate() {
-                let start = (row + head / heads) * source + head % heads * (nope + v) + nope;
-                value.copy_from_slice(&kv[start..][..v]);
-            }
-        });
+        latent::expand(self.threads, keys_values, (kv, k_pe), dims);
         Ok(())
     }
 
@@ -454,12 +447,30 @@ impl Ops for CpuOps {
 
     fn experts(
         &mut self,
-        out: &mut Vec<f32>,
         x: &Vec<f32>,
         routing: &CpuRouting,
         held: &HeldExperts<CpuLinear>,
     ) -> Result<(), TargetError> {
-        self.scratch.run((out, x), routing, held, self.threads);
+        self.scratch.run(x, routing, held, self.threads);
         Ok(())
+    }
+
+    fn combine(
+        &mut self,
+        out: &mut Vec<f32>,
+        routing: &CpuRouting,
+        rows: Range<usize>,
+    ) -> Result<(), TargetError> {
+        self.scratch.combine(out, routing, rows, self.threads);
+        Ok(())
+    }
+}
+
+impl Rows<'_, Vec<f32>> {
+    fn values(&self, width: usize) -> &[f32] {
+        match &self.range {
+            None => self.of,
+            Some(rows) => &self.of[rows.start * width..rows.end * width],
+        }
     }
 }

@@ -1,6 +1,8 @@
 //! Routed experts on the CPU: rows are gathered by expert, multiplied, and summed back in the order
 //! of the choice, so that results do not depend on threads.
 
+use std::ops::Range;
+
 use kernels::{Threads, activation};
 use rayon::prelude::*;
 
@@ -18,6 +20,8 @@ pub(super) struct ExpertScratch {
     gates: Vec<f32>,
     ups: Vec<f32>,
     outputs: Vec<f32>,
+    /// Width of an output.
+    hidden: usize,
 }
 
 /// One expert and its rows.
@@ -31,17 +35,18 @@ struct Job<'a> {
 }
 
 impl ExpertScratch {
-    /// `out += sum of weight * expert(x)` over the held experts.
+    /// Computes the held experts of the rows of `x` that chose them.
     pub(super) fn run(
         &mut self,
-        (out, x): (&mut [f32], &[f32]),
+        x: &[f32],
         routing: &CpuRouting,
         held: &HeldExperts<CpuLinear>,
         threads: Threads,
     ) {
+        let counts = self.group(routing, held);
         let Some(sample) = held.experts.first() else { return };
         let (hidden, width) = (sample.gate.input, sample.gate.out);
-        let counts = self.group(routing, held);
+        self.hidden = hidden;
         self.inputs.resize(self.rows.len() * hidden, 0.0);
         self.outputs.resize(self.rows.len() * hidden, 0.0);
         self.gates.resize(self.rows.len() * width, 0.0);
@@ -53,7 +58,6 @@ impl ExpertScratch {
         } else {
             jobs.into_iter().for_each(|job| job.run(x, threads));
         }
-        self.combine(out, routing, hidden, threads);
     }
 
     /// Sorts the chosen (row, expert) pairs by expert; returns the rows of each held expert.
@@ -115,11 +119,19 @@ impl ExpertScratch {
         jobs
     }
 
-    fn combine(&self, out: &mut [f32], routing: &CpuRouting, hidden: usize, threads: Threads) {
-        let top_k = routing.top_k;
+    /// `out += sum of weight * expert(x)` over the held experts, for `rows` of the last run.
+    pub(super) fn combine(
+        &self,
+        out: &mut [f32],
+        routing: &CpuRouting,
+        rows: Range<usize>,
+        threads: Threads,
+    ) {
+        let (top_k, hidden) = (routing.top_k, self.hidden);
         for_rows(threads, out, hidden, |first, out| {
             for (row, out) in out.chunks_exact_mut(hidden).enumerate() {
-                let choices = (first + row) * top_k..(first + row + 1) * top_k;
+                let row = rows.start + first + row;
+                let choices = row * top_k..(row + 1) * top_k;
                 let weights = &routing.choice.weights[choices.clone()];
                 for (place, &weight) in self.places[choices].iter().zip(weights) {
                     let Some(place) = place else { continue };

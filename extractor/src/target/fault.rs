@@ -67,7 +67,12 @@ pub(super) struct Faulty<W> {
 
 impl<W> Faulty<W> {
     fn kinds(&self, request: &ForwardRequest) -> Vec<(When, Kind)> {
-        let here = |fault: &&Fault| fault.rank == self.rank && fault.when.holds(request);
+        // A value is on whichever rank holds its row.
+        let is_here = |fault: &Fault| match fault.kind {
+            Kind::Value(..) => true,
+            _ => fault.rank == self.rank,
+        };
+        let here = |fault: &&Fault| is_here(fault) && fault.when.holds(request);
         self.faults.iter().filter(here).map(|fault| (fault.when, fault.kind)).collect()
     }
 }

@@ -2,6 +2,7 @@
 //! before the ranks see them and replies before anybody else does.
 
 use std::collections::{HashMap, HashSet};
+use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
@@ -52,6 +53,35 @@ pub struct Probe {
     pub routers: Vec<(usize, RouterChoice)>,
     /// Time per stage on rank 0.
     pub times: StageTimes,
+}
+
+impl Probe {
+    /// What concerns `tokens` of the batch, as if they had been alone in it.
+    pub fn part(&self, tokens: Range<usize>) -> Self {
+        let all = self.capture.tokens.max(1);
+        let of = |values: &[f32]| {
+            let width = values.len() / all;
+            values[tokens.start * width..tokens.end * width].to_vec()
+        };
+        let layers = self.capture.layers.iter().map(|LayerCapture { layer, rows }| LayerCapture {
+            layer: *layer,
+            rows: LayerRows::F32(of(&rows.to_f32())),
+        });
+        let choice = |choice: &RouterChoice| {
+            let top_k = choice.indices.len() / all;
+            let indices = choice.indices[tokens.start * top_k..tokens.end * top_k].to_vec();
+            RouterChoice { indices, weights: of(&choice.weights), margins: of(&choice.margins) }
+        };
+        let hidden_size = self.capture.hidden_size;
+        Self {
+            capture: Capture { tokens: tokens.len(), hidden_size, layers: layers.collect() },
+            embeddings: of(&self.embeddings),
+            normed: of(&self.normed),
+            logits: of(&self.logits),
+            routers: self.routers.iter().map(|(layer, all)| (*layer, choice(all))).collect(),
+            times: self.times,
+        }
+    }
 }
 
 impl RankGroup {
@@ -177,9 +207,9 @@ impl RankGroup {
             };
             let mut pieces: Vec<_> = outputs.iter_mut().enumerate().flat_map(held).collect();
             pieces.sort_by_key(|(first, ..)| *first);
-            let mut rows = LayerRows::default();
+            let (mut found, mut values) = (Vec::new(), 0);
             for (first, rank, piece) in pieces {
-                let next = rows.len() / hidden_size;
+                let next = values / hidden_size;
                 if self.whole && first != next {
                     return Err(TargetError::Reply {
                         rank,
@@ -187,13 +217,21 @@ impl RankGroup {
                         expected: format!("rows of layer {layer} from {next}"),
                     });
                 }
-                if rows.is_empty() {
-                    rows = piece;
-                } else if let Err(piece) = rows.append(piece) {
-                    let found = format!("{} values", piece.dtype());
-                    return Err(TargetError::Reply { rank, found, expected: rows.dtype().into() });
+                values += piece.len();
+                match piece {
+                    LayerRows::Pieces(pieces) => found.extend(pieces),
+                    piece => found.push(piece),
                 }
             }
+            let dtype = found.first().map_or("f32", LayerRows::dtype);
+            if let Some(other) = found.iter().find(|piece| piece.dtype() != dtype) {
+                let found = format!("{} values", other.dtype());
+                return Err(TargetError::Reply { rank: 0, found, expected: dtype.into() });
+            }
+            let rows = match found.len() {
+                1 => found.remove(0),
+                _ => LayerRows::Pieces(found),
+            };
             if self.whole && rows.len() != tokens * hidden_size {
                 return Err(TargetError::Reply {
                     rank: 0,

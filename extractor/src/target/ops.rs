@@ -31,9 +31,6 @@ pub(super) trait Ops: Send {
     /// States on their way to the host.
     type Captured: Send;
 
-    /// Every rank copies its own part of the captured rows to the host, instead of rank 0 all.
-    const SHARES_CAPTURE: bool;
-
     /// An empty buffer that will hold no more than `room` says.
     fn buffer(&mut self, room: Room) -> Result<Self::Buffer, TargetError>;
 
@@ -127,17 +124,15 @@ pub(super) trait Ops: Send {
     /// `out = weight * x / rms(x)` over rows as wide as `weight`.
     fn rms_norm(
         &mut self,
-        out: &mut Self::Buffer,
         x: &Self::Buffer,
-        weight: &Self::Buffer,
-        eps: f32,
+        norm: Norm<'_, Self::Buffer>,
     ) -> Result<(), TargetError>;
 
     /// `out = x weight^T`, or `out += x weight^T`; x is [rows, in].
     fn matmul(
         &mut self,
         out: &mut Self::Buffer,
-        x: &Self::Buffer,
+        x: Rows<'_, Self::Buffer>,
         weight: &Self::Linear,
         write: Write,
     ) -> Result<(), TargetError>;
@@ -153,14 +148,43 @@ pub(super) trait Ops: Send {
     /// Sets `len` values to zero.
     fn zeros(&mut self, out: &mut Self::Buffer, len: usize) -> Result<(), TargetError>;
 
-    /// `x += y`.
-    fn add(&mut self, x: &mut Self::Buffer, y: &Self::Buffer) -> Result<(), TargetError>;
+    /// `x = sum of the parts`, or `x +=`; summed in f32 in the order of the ranks and rounded
+    /// once. Then, where it is asked for, the norm of the rows of `x` as they are stored.
+    fn add_parts(
+        &mut self,
+        x: &mut Self::Buffer,
+        parts: &Parts<'_, Self::Buffer>,
+        write: Write,
+        norm: Option<Norm<'_, Self::Buffer>>,
+    ) -> Result<(), TargetError>;
+
+    /// What was asked for up to now of a half of the batch, 0 or 1, is what [`Ops::aside`] waits
+    /// for.
+    fn mark(&mut self, _half: usize) -> Result<(), TargetError> {
+        Ok(())
+    }
+
+    /// From now on functions run beside those that are not aside, in an order of their own and
+    /// after what was marked for `half`.
+    fn aside(&mut self, _half: usize) -> Result<(), TargetError> {
+        Ok(())
+    }
+
+    /// From now on functions run in the common order again, not yet after those aside.
+    fn abreast(&mut self, _half: usize) -> Result<(), TargetError> {
+        Ok(())
+    }
+
+    /// What follows runs after what ran aside for `half`.
+    fn join(&mut self, _half: usize) -> Result<(), TargetError> {
+        Ok(())
+    }
 
     /// `out = silu(x gate^T) * (x up^T)`; `work` has room for twice the width of `out`.
     fn gated(
         &mut self,
         out_work: (&mut Self::Buffer, &mut Self::Buffer),
-        x: &Self::Buffer,
+        x: Rows<'_, Self::Buffer>,
         weights: &Self::GateUp,
     ) -> Result<(), TargetError>;
 
@@ -172,12 +196,13 @@ pub(super) trait Ops: Send {
         head_dim: usize,
     ) -> Result<(), TargetError>;
 
-    /// Splits `down` [rows, latent + rope] into the normed latent, as wide as `weight`, and `k_pe`.
+    /// Splits `down` [rows, latent + rope] into the normed latent, as wide as the norm's weight,
+    /// and `k_pe`, which has its first row where the norm has it.
     fn split_latent(
         &mut self,
-        latent_k_pe: (&mut Self::Buffer, &mut Self::Buffer),
+        latent: Norm<'_, Self::Buffer>,
+        k_pe: &mut Self::Buffer,
         down: &Self::Buffer,
-        weight_eps: (&Self::Buffer, f32),
         rope: usize,
     ) -> Result<(), TargetError>;
 
@@ -219,14 +244,69 @@ pub(super) trait Ops: Send {
     /// The choice of [`Ops::route`], on the host.
     fn routing_to_host(&mut self, routing: &Self::Routing) -> Result<RouterChoice, TargetError>;
 
-    /// `out += sum over chosen experts of weight * expert(x)`, for the experts held here.
+    /// Computes the chosen experts held here of every row of `x`, for [`Ops::combine`].
     fn experts(
         &mut self,
-        out: &mut Self::Buffer,
         x: &Self::Buffer,
         routing: &Self::Routing,
         held: &Self::Experts,
     ) -> Result<(), TargetError>;
+
+    /// `out += sum over chosen experts of weight * expert(x)` for `rows` of what
+    /// [`Ops::experts`] has computed.
+    fn combine(
+        &mut self,
+        out: &mut Self::Buffer,
+        routing: &Self::Routing,
+        rows: Range<usize>,
+    ) -> Result<(), TargetError>;
+}
+
+/// Rows of a buffer; all of them where there is no range.
+#[derive(Debug)]
+pub(super) struct Rows<'a, B> {
+    /// The buffer.
+    pub of: &'a B,
+    /// Which rows.
+    pub range: Option<Range<usize>>,
+}
+
+impl<'a, B> Rows<'a, B> {
+    /// All rows of a buffer.
+    pub(super) fn all(of: &'a B) -> Self {
+        Self { of, range: None }
+    }
+}
+
+/// The parts of a sum across ranks for the rows that one rank sums.
+#[derive(Debug)]
+pub(super) struct Parts<'a, B> {
+    /// This rank's part for all rows, [rows, width].
+    pub own: &'a B,
+    /// The other ranks' parts for this rank's rows, [ranks, its rows, width], with a gap where
+    /// this rank's would be.
+    pub received: &'a B,
+    /// This rank.
+    pub rank: usize,
+    /// Ranks in the group.
+    pub ranks: usize,
+    /// Rows that this rank sums.
+    pub rows: Range<usize>,
+    /// Values a row.
+    pub width: usize,
+}
+
+/// Where to write a norm, and by what.
+#[derive(Debug)]
+pub(super) struct Norm<'a, B> {
+    /// Written: rows from `first` on. It ends with the last of them.
+    pub out: &'a mut B,
+    /// The first row written.
+    pub first: usize,
+    /// One factor a column.
+    pub weight: &'a B,
+    /// Added to the mean square.
+    pub eps: f32,
 }
 
 /// What a buffer of a forward holds.
@@ -236,6 +316,8 @@ pub(super) struct Room {
     pub name: &'static str,
     /// Values a token of the batch; 0 where the buffer grows as it is used.
     pub width: usize,
+    /// Ranks that the tokens are spread over.
+    pub ranks: usize,
     /// Number format of the values.
     pub precision: Precision,
 }
@@ -343,15 +425,6 @@ pub struct RouterChoice {
     pub weights: Vec<f32>,
     /// [rows] selection score of the last chosen minus that of the best not chosen.
     pub margins: Vec<f32>,
-}
-
-impl RouterChoice {
-    /// Appends the choices for more rows.
-    pub(super) fn append(&mut self, more: Self) {
-        self.indices.extend(more.indices);
-        self.weights.extend(more.weights);
-        self.margins.extend(more.margins);
-    }
 }
 
 /// Routed experts of one layer on one rank.

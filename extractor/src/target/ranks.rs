@@ -277,7 +277,7 @@ mod tests {
     use super::super::collective::{Collective, Threads};
     use super::*;
 
-    /// Sums 1 over the ranks, or misbehaves.
+    /// Exchanges rows with the other ranks, or misbehaves.
     struct Worker {
         rank: usize,
         collective: Threads,
@@ -309,8 +309,10 @@ mod tests {
                     Fault::Hang => std::thread::park(),
                 }
             }
-            let mut normed = vec![1.0; request.ids.len()];
-            self.collective.all_reduce(&mut normed)?;
+            let rows = request.ids.len();
+            let mut received = Vec::new();
+            self.collective.scatter(&vec![1.0; rows], &mut received, [rows, 1])?;
+            let normed = vec![self.collective.world_size() as f32; rows];
             Ok(ForwardOutput { normed, ..ForwardOutput::default() })
         }
 

@@ -10,7 +10,10 @@ const TOLERANCE: f64 = 1e-4;
 fn compare(golden: &str, options: &EngineOptions) -> GoldenReport {
     let path = repository(&format!("tests/fixtures/golden/{golden}.safetensors"));
     let golden = Golden::read(&path, options.qa_norm_eps).unwrap();
-    golden.compare(&mut RankGroup::open(options).unwrap()).unwrap()
+    let mut target = RankGroup::open(options).unwrap();
+    let together = golden.compare(&mut target, true).unwrap();
+    assert!(together.agrees(TOLERANCE), "one batch of all prompts: {together:#?}");
+    golden.compare(&mut target, false).unwrap()
 }
 
 /// Tensor parallelism must not change what the model computes.
@@ -85,7 +88,7 @@ fn latent_norm_epsilon() {
     let path = repository("tests/fixtures/golden/nano_kimi_int4.safetensors");
     let golden = Golden::read(&path, QaNormEps::Config).unwrap();
     let mut hf = RankGroup::open(&options(NANO_KIMI, 1)).unwrap();
-    let crossed = golden.compare(&mut hf).unwrap();
+    let crossed = golden.compare(&mut hf, false).unwrap();
     assert!(!crossed.agrees(2e-5), "{crossed:#?}");
 }
 
@@ -99,7 +102,7 @@ fn a_wrong_golden_is_noticed() {
         let mut golden = golden.clone();
         golden.prompts.retain(|prompt| prompt.name == "p17");
         spoil(&mut golden);
-        golden.compare(&mut target).unwrap().agrees(TOLERANCE)
+        golden.compare(&mut target, false).unwrap().agrees(TOLERANCE)
     };
     assert!(check(&|_| {}));
     assert!(!check(&|golden| golden.prompts[0].states.get_mut(&5).unwrap()[77] += 0.01));

@@ -5,9 +5,9 @@ use std::error::Error;
 
 use kernels::cuda::cudarc::driver::sys::CUevent_flags;
 use kernels::cuda::{
-    Attention, AttentionVariant, DeviceBuffer, DeviceHeads, DeviceMatrix, Dtype, Fp8BlockWeight,
-    Int4Weight, LatentHeads, Launcher, Nvfp4Weight, Permutation, Product, RopeView, RouteRule,
-    RoutingViews, StateStats, copy_on_device,
+    Attention, AttentionVariant, DeviceBuffer, DeviceHeads, DeviceMatrix, DevicePanels, Dtype,
+    EXPERT_ALIGN, ExpertWeights, Fp8BlockWeight, Int4Weight, LatentHeads, Launcher, Nvfp4Weight,
+    Permutation, Product, RopeView, RouteRule, RoutingViews, StateStats, copy_on_device,
 };
 
 use crate::parity::{Gpu, Outcome};
@@ -48,6 +48,7 @@ pub(crate) fn run(gpu: &mut Gpu, only: &str) -> Result<(), Box<dyn Error>> {
     bench.attention()?;
     bench.train_attention()?;
     bench.train_loss()?;
+    bench.expert_products()?;
     bench.products()
 }
 
@@ -372,6 +373,72 @@ impl Bench<'_> {
             let name =
                 format!("attention {variant:?} {heads}/{kv_heads} {qk}/{v}+{shared} x {length}");
             self.launches(&name, &work, |on| on.attention_by(variant, &call))?;
+        }
+        Ok(())
+    }
+
+    /// All experts of one rank at once, INT4 decoded in the products.
+    fn expert_products(&mut self) -> Outcome {
+        if !self.gpu.kernels.on(&self.gpu.stream).has_expert_products() {
+            return Ok(());
+        }
+        for tokens in [TOKENS, 2 * TOKENS] {
+            let mut counts = [0usize; HELD];
+            for _ in 0..tokens * TOP_K {
+                if let Some(count) = counts.get_mut(self.gpu.rng.below(EXPERTS)) {
+                    *count += 1;
+                }
+            }
+            let mut offsets = vec![0u32];
+            for count in counts {
+                let start = offsets.last().copied().unwrap_or(0);
+                offsets.push(start + count.next_multiple_of(EXPERT_ALIGN) as u32);
+            }
+            let rows = offsets.last().copied().unwrap_or(0) as usize;
+            let ends = offsets;
+            let offsets = self.gpu.vector(&ends)?;
+            let real = counts.iter().sum::<usize>() as f64;
+            for ([out, input], gate_up) in [([4096, HIDDEN], true), ([HIDDEN, 2048], false)] {
+                let codes = self.filled(HELD * out * input / 4, Dtype::Bf16)?;
+                let scales = self.filled(HELD * out * input / 32, Dtype::Bf16)?;
+                let weights = ExpertWeights {
+                    codes: codes.vector(HELD * out * input / 8),
+                    scales: scales.vector(HELD * out * input / 32),
+                    experts: HELD,
+                    out,
+                    input,
+                };
+                let x = self.filled(rows * input, Dtype::Bf16)?;
+                let x = DevicePanels { address: x.address(), rows, cols: input };
+                let (_to, to) = self.matrix([rows, out], Dtype::Bf16)?;
+                let panels = DevicePanels { address: to.address, rows, cols: out / 2 };
+                let work = Work::Flops(2.0 * real * (out * input) as f64);
+                let name = format!("experts {tokens} x {out} x {input}, int4");
+                self.launches(&name, &work, |on| match gate_up {
+                    true => on.experts_gate_up(&panels, &x, (&weights, offsets.view)),
+                    false => on.experts_down(&to, &x, (&weights, offsets.view)),
+                })?;
+                if gate_up {
+                    let (_t, t) = self.matrix([tokens, HIDDEN], Dtype::Bf16)?;
+                    let sources: Vec<u32> =
+                        (0..rows).map(|_| self.gpu.rng.below(tokens) as u32).collect();
+                    let mut sorted = sources;
+                    for ends in ends.windows(2) {
+                        sorted[ends[0] as usize..ends[1] as usize].sort_unstable();
+                    }
+                    let sources = self.gpu.vector(&sorted)?;
+                    let name = format!("experts gathered {tokens} x {out} x {input}, int4");
+                    self.launches(&name, &work, |on| {
+                        let grouping = (&weights, offsets.view);
+                        on.experts_gate_up_gathered(&panels, &t, sources.view, grouping)
+                    })?;
+                    let grouping = (sources.view, offsets.view);
+                    let bytes = Work::Bytes(rows * HIDDEN * 4);
+                    self.launches(&format!("experts gather_panels {tokens}"), &bytes, |on| {
+                        on.gather_panels(&x, &t, grouping)
+                    })?;
+                }
+            }
         }
         Ok(())
     }

@@ -40,12 +40,16 @@ pub struct Attention {
     pub scale: f32,
 }
 
+/// Widths of keys and of values that the kernels of [`AttentionVariant::Mma`] have tiles for.
+const MMA_TILES: [(usize, usize); 5] = [(32, 16), (32, 32), (64, 64), (128, 128), (192, 128)];
+
 /// A kernel that computes attention.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum AttentionVariant {
     /// One warp a query and head: any widths up to 256, both types; slow.
     Any,
-    /// Tensor cores through mma.sync: bf16, widths (192, 128), (128, 128), (64, 64).
+    /// Tensor cores through mma.sync: bf16, multiples of eight up to (192, 128); the tiles have
+    /// the widths of [`MMA_TILES`].
     Mma,
     /// Warpgroup products of Hopper: bf16, widths (192, 128), (128, 128); the fastest there.
     Wgmma,
@@ -74,23 +78,36 @@ struct AttentionArgs {
 impl Attention {
     /// The fastest kernel for these shapes that runs on every architecture.
     pub fn variant(&self) -> AttentionVariant {
-        if self.fits_mma() { AttentionVariant::Mma } else { AttentionVariant::Any }
+        if self.mma_tile().is_some() { AttentionVariant::Mma } else { AttentionVariant::Any }
     }
 
     fn shared_dim(&self) -> usize {
         self.k_shared.map_or(0, |shared| shared.cols)
     }
 
-    fn fits_mma(&self) -> bool {
-        let views = [&self.out, &self.q, &self.k, &self.v];
-        views.iter().all(|view| view.dtype == Dtype::Bf16 && view.in_vectors())
-            && [(192, 128), (128, 128), (64, 64)].contains(&(self.qk_dim, self.v_dim))
-            && self.k_shared.is_none_or(|shared| shared.in_vectors() && shared.cols == 64)
-            && (self.k_shared.is_none() || self.qk_dim == 192)
+    /// The narrowest tile that holds the heads, if they lie as that kernel needs them.
+    fn mma_tile(&self) -> Option<(usize, usize)> {
+        let views = [(&self.out, self.v_dim), (&self.q, self.qk_dim), (&self.v, self.v_dim)];
+        let own = (&self.k, self.qk_dim - self.shared_dim());
+        let fits = |(view, width): (&DeviceHeads, usize)| {
+            view.dtype == Dtype::Bf16 && view.in_vectors() && width.is_multiple_of(8)
+        };
+        if !views.into_iter().chain([own]).all(fits) {
+            return None;
+        }
+        let (qk, v) = (self.qk_dim, self.v_dim);
+        match self.k_shared {
+            None => MMA_TILES.into_iter().find(|tile| qk <= tile.0 && v <= tile.1),
+            Some(shared) => {
+                let fits = shared.in_vectors() && (qk, v, shared.cols) == (192, 128, 64);
+                fits.then_some((192, 128))
+            }
+        }
     }
 
     fn fits_wgmma(&self) -> bool {
-        self.fits_mma() && self.v_dim == 128
+        let (qk, v) = (self.qk_dim, self.v_dim);
+        self.mma_tile() == Some((qk, v)) && v == 128
     }
 
     fn check(&self) -> Result<(), CudaError> {
@@ -171,11 +188,17 @@ impl Launcher<'_> {
                 (128, 384, shared, format!("attention_wgmma_{qk}_{v}{part}"))
             }
             AttentionVariant::Mma => {
-                ensure(call.fits_mma(), || format!("attention by mma of {call:?}"))?;
-                let (qk, v) = (call.qk_dim, call.v_dim);
+                let Some((qk, v)) = call.mma_tile() else {
+                    return Err(CudaError::shape(format!("attention by mma of {call:?}")));
+                };
                 // Two tiles of 64 keys and values; queries go through the same memory first.
                 let shared = 2 * (64 * qk + 64 * v).max(64 * qk) * 2;
-                let part = if call.k_shared.is_some() { "_shared" } else { "" };
+                let exact = (qk, v) == (call.qk_dim, call.v_dim) && qk >= 64;
+                let part = match call.k_shared {
+                    Some(_) => "_shared",
+                    None if exact => "",
+                    None => "_padded",
+                };
                 (128, 256, shared, format!("attention_mma_{qk}_{v}{part}"))
             }
         };

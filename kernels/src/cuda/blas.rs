@@ -60,8 +60,8 @@ struct Key {
     accumulate: bool,
     /// m, n, k.
     dims: [usize; 3],
-    /// Row strides of a, b, out.
-    strides: [usize; 3],
+    /// Row strides of a, b, out, and what is added.
+    strides: [usize; 4],
     input: Dtype,
     output: Dtype,
     /// Powers of two that all three addresses are multiples of, at most 16.
@@ -73,8 +73,8 @@ struct Key {
 #[derive(Debug)]
 struct Plan {
     operation: sys::cublasLtMatmulDesc_t,
-    /// Of b, a, out.
-    layouts: [sys::cublasLtMatrixLayout_t; 3],
+    /// Of b, a, out, and what is added.
+    layouts: [sys::cublasLtMatrixLayout_t; 4],
     algorithm: sys::cublasLtMatmulAlgo_t,
     workspace: usize,
 }
@@ -109,6 +109,18 @@ impl Blas {
         b: &DeviceMatrix,
         product: Product,
     ) -> Result<(), CudaError> {
+        self.matmul_onto((out, out), a, b, product)
+    }
+
+    /// [`Self::matmul`] whose `accumulate` adds to `added` instead of `out`; `added` is as `out`, and
+    /// either `out` itself or elsewhere.
+    pub fn matmul_onto(
+        &mut self,
+        (out, added): (&DeviceMatrix, &DeviceMatrix),
+        a: &DeviceMatrix,
+        b: &DeviceMatrix,
+        product: Product,
+    ) -> Result<(), CudaError> {
         let ([a_rows, a_cols], [b_rows, b_cols]) = (a.shape(), b.shape());
         let (m, k, n, b_k) = match product.form {
             Form::Nt => (a_rows, a_cols, b_rows, b_cols),
@@ -116,17 +128,18 @@ impl Blas {
             Form::Tn => (a_cols, a_rows, b_cols, b_rows),
         };
         let types = a.dtype == b.dtype && (a.dtype == Dtype::Bf16 || out.dtype == Dtype::F32);
-        let fits = k == b_k && out.shape() == [m, n] && k > 0 && types;
-        ensure(fits, || format!("{product:?} of {a:?} and {b:?} in {out:?}"))?;
+        let alike = added.shape() == out.shape() && added.dtype == out.dtype;
+        let fits = k == b_k && out.shape() == [m, n] && k > 0 && types && alike;
+        ensure(fits, || format!("{product:?} of {a:?} and {b:?} on {added:?} in {out:?}"))?;
         if m == 0 || n == 0 {
             return Ok(());
         }
-        let addresses = a.address | b.address | out.address | 16;
+        let addresses = a.address | b.address | out.address | added.address | 16;
         let key = Key {
             form: product.form,
             accumulate: product.accumulate,
             dims: [m, n, k],
-            strides: [a.row_stride, b.row_stride, out.row_stride],
+            strides: [a.row_stride, b.row_stride, out.row_stride, added.row_stride],
             input: a.dtype,
             output: out.dtype,
             alignment: 1 << addresses.trailing_zeros(),
@@ -142,18 +155,18 @@ impl Blas {
             self.plans.insert(key, plan);
         }
         let Some(plan) = self.plans.get(&key) else { return Ok(()) };
-        self.run(plan, [b.address, a.address, out.address], &key, product)
+        self.run(plan, [b.address, a.address, out.address, added.address], &key, product)
     }
 
     fn run(
         &self,
         plan: &Plan,
-        [b, a, out]: [u64; 3],
+        [b, a, out, added]: [u64; 4],
         key: &Key,
         product: Product,
     ) -> Result<(), CudaError> {
         let beta = if product.accumulate { 1f32 } else { 0f32 };
-        let [b_layout, a_layout, out_layout] = plan.layouts;
+        let [b_layout, a_layout, out_layout, added_layout] = plan.layouts;
         // SAFETY: descriptors live as long as the plan, scalars until the call returns, and the
         // addresses are the promise of their views.
         unsafe {
@@ -166,8 +179,8 @@ impl Blas {
                 b_layout,
                 a as *const c_void,
                 a_layout,
-                out as *const c_void,
-                out_layout,
+                added as *const c_void,
+                added_layout,
                 out as *mut c_void,
                 out_layout,
                 &plan.algorithm,
@@ -201,7 +214,8 @@ impl Plan {
             Dtype::F32 => sys::cudaDataType::CUDA_R_32F,
         };
         let [m, n, k] = key.dims.map(|dim| dim as u64);
-        let [a_stride, b_stride, out_stride] = key.strides.map(|stride| stride as i64);
+        let [a_stride, b_stride, out_stride, added_stride] =
+            key.strides.map(|stride| stride as i64);
         // A row-major [rows, cols] matrix is a column-major [cols, rows] one.
         let (b_dims, a_dims) = match key.form {
             Form::Nt => ((k, n), (k, m)),
@@ -216,7 +230,7 @@ impl Plan {
             result::create_matmul_desc(compute, sys::cudaDataType::CUDA_R_32F).map_err(wrong())?;
         let mut plan = Self {
             operation,
-            layouts: [std::ptr::null_mut(); 3],
+            layouts: [std::ptr::null_mut(); 4],
             algorithm: sys::cublasLtMatmulAlgo_t { data: [0; 8] },
             workspace: 0,
         };
@@ -224,6 +238,7 @@ impl Plan {
             layout(b_dims, b_stride, key.input)?,
             layout(a_dims, a_stride, key.input)?,
             layout((n, m), out_stride, key.output)?,
+            layout((n, m), added_stride, key.output)?,
         ];
         plan.transpose(key.form).map_err(wrong())?;
         let found = plan.search(handle, key.alignment, workspace).map_err(wrong())?;
@@ -257,7 +272,7 @@ impl Plan {
         use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
         let alignment = alignment as u32;
         let preference = result::create_matmul_pref()?;
-        let [b, a, out] = self.layouts;
+        let [b, a, out, added] = self.layouts;
         // SAFETY: the preference is destroyed below, everything else lives in `self`; the values
         // have the types cuBLASLt asks for.
         unsafe {
@@ -281,7 +296,7 @@ impl Plan {
             }
             let found = answer.and_then(|()| {
                 let operation = self.operation;
-                result::get_matmul_algo_heuristic(handle, operation, b, a, out, out, preference)
+                result::get_matmul_algo_heuristic(handle, operation, b, a, added, out, preference)
             });
             result::destroy_matmul_pref(preference)?;
             found

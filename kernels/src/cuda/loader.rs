@@ -14,21 +14,24 @@ use super::{CudaError, Launcher, Shape};
 
 const COMMON: &str = include_str!("../../cuda/common.cuh");
 
-/// A source that stands on wgmma.cuh.
-macro_rules! with_wgmma {
-    ($file:literal) => {
+/// The text of a source that needs headers beside common.cuh.
+macro_rules! after {
+    ($header:literal, $file:literal) => {
         concat!(
-            include_str!("../../cuda/wgmma.cuh"),
+            include_str!(concat!("../../cuda/", $header)),
             "\n#line 1 \"",
             $file,
             "\"\n",
             include_str!(concat!("../../cuda/", $file))
         )
     };
+    ($first:literal, $second:literal, $file:literal) => {
+        concat!(include_str!(concat!("../../cuda/", $first)), after!($second, $file))
+    };
 }
 
 /// Every source file: name and text. Each is compiled after common.cuh.
-pub const SOURCES: [(&str, &str); 9] = [
+pub const SOURCES: [(&str, &str); 10] = [
     ("rows.cu", include_str!("../../cuda/rows.cu")),
     ("norm.cu", include_str!("../../cuda/norm.cu")),
     ("rope.cu", include_str!("../../cuda/rope.cu")),
@@ -36,8 +39,9 @@ pub const SOURCES: [(&str, &str); 9] = [
     ("dequant.cu", include_str!("../../cuda/dequant.cu")),
     ("stats.cu", include_str!("../../cuda/stats.cu")),
     ("attention_any.cu", include_str!("../../cuda/attention_any.cu")),
-    ("attention_mma.cu", include_str!("../../cuda/attention_mma.cu")),
-    ("attention_wgmma.cu", with_wgmma!("attention_wgmma.cu")),
+    ("attention_mma.cu", after!("mma.cuh", "attention_mma.cu")),
+    ("attention_wgmma.cu", after!("hopper.cuh", "attention_hopper.cuh", "attention_wgmma.cu")),
+    ("experts_wgmma.cu", after!("hopper.cuh", "experts_wgmma.cu")),
 ];
 
 /// The sources that training needs.
@@ -50,8 +54,14 @@ pub const TRAIN_SOURCES: [(&str, &str); 10] = [
     ("train_attention_any.cu", include_str!("../../cuda/train_attention_any.cu")),
     ("train_attention_own.cu", include_str!("../../cuda/train_attention_own.cu")),
     ("train_attention_mma.cu", include_str!("../../cuda/train_attention_mma.cu")),
-    ("train_attention_wgmma.cu", with_wgmma!("train_attention_wgmma.cu")),
-    ("train_attention_back_wgmma.cu", with_wgmma!("train_attention_back_wgmma.cu")),
+    (
+        "train_attention_wgmma.cu",
+        after!("hopper.cuh", "attention_hopper.cuh", "train_attention_wgmma.cu"),
+    ),
+    (
+        "train_attention_back_wgmma.cu",
+        after!("hopper.cuh", "attention_hopper.cuh", "train_attention_back_wgmma.cu"),
+    ),
 ];
 
 /// An architecture that NVRTC compiles for.

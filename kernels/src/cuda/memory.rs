@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use bytemuck::Pod;
-use cudarc::driver::{CudaContext, CudaStream, result};
+use cudarc::driver::{CudaContext, CudaStream, result, sys};
 
 use super::{CudaError, DeviceMatrix, DeviceVector, Dtype};
 
@@ -187,4 +187,21 @@ pub fn copy_on_device(
     // SAFETY: both ends are promised by the caller, as for every launch.
     unsafe { result::memcpy_dtod_async(target, source, bytes, stream.cu_stream()) }
         .map_err(CudaError::driver(format!("copy {bytes} bytes on the device")))
+}
+
+/// Lets work in `context` read and write the memory of `peer`'s device. Nothing to do where both
+/// are the same.
+pub fn enable_peer_access(
+    context: &Arc<CudaContext>,
+    peer: &Arc<CudaContext>,
+) -> Result<(), CudaError> {
+    if context.cu_ctx() == peer.cu_ctx() {
+        return Ok(());
+    }
+    context.bind_to_thread().map_err(CudaError::driver("make the context current"))?;
+    // SAFETY: both contexts are alive; the flags must be 0.
+    match unsafe { sys::cuCtxEnablePeerAccess(peer.cu_ctx(), 0) } {
+        sys::CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED => Ok(()),
+        answer => answer.result().map_err(CudaError::driver("reach the memory of another GPU")),
+    }
 }

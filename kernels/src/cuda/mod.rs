@@ -9,6 +9,7 @@ mod attention;
 mod blas;
 mod dequant;
 mod error;
+mod experts;
 mod loader;
 mod memory;
 mod moe;
@@ -27,10 +28,13 @@ pub use blas::{Blas, Form, Product};
 pub use cudarc;
 pub use dequant::{Fp8BlockWeight, Int4Weight, Nvfp4Weight};
 pub use error::CudaError;
+pub use experts::{DevicePanels, EXPERT_ALIGN, ExpertWeights};
 pub use loader::{Arch, CudaKernels, SOURCES, TRAIN_SOURCES, compile, context, device_count};
-pub use memory::{DeviceBuffer, PinnedBuffer, copy_on_device, download, upload};
+pub use memory::{
+    DeviceBuffer, PinnedBuffer, copy_on_device, download, enable_peer_access, upload,
+};
 pub use moe::{Permutation, RouteRule, RoutingViews};
-pub use rows::{LatentHeads, RopeView};
+pub use rows::{LatentHeads, RankParts, RopeView, RowNorm};
 pub use shared_stream::{PartTimer, SharedStream};
 pub use stats::StateStats;
 pub use train_attention::{MAX_OWN, OwnGradient, OwnStep, TrainOperands, TrainPlan};

@@ -7,6 +7,8 @@ use super::{CudaError, DeviceMatrix, DeviceVector, Dtype, Launcher, Shape, ensur
 
 /// Most experts that the router kernel chooses among.
 const MAX_EXPERTS: usize = 1024;
+/// Most experts that are chosen among in registers.
+const FEW_EXPERTS: usize = 384;
 /// (row, choice) pairs that one warp puts in order.
 const CHUNK: usize = 512;
 
@@ -162,6 +164,9 @@ impl Launcher<'_> {
             normalise: u32::from(normalise),
             scale,
         };
+        if kept_groups == groups && experts <= FEW_EXPERTS && top_k <= 32 {
+            return self.launch("route_top_k_few", Shape::new(rows.div_ceil(4), 128)?, &args);
+        }
         let shared = (4 * experts * 2 * size_of::<f32>()) as u32;
         let shape = Shape { shared, ..Shape::new(rows.div_ceil(4), 128)? };
         self.launch("route_top_k", shape, &args)

@@ -31,6 +31,31 @@ pub struct LatentHeads {
     pub v: usize,
 }
 
+/// A sum over ranks, of the rows that one of them owns.
+#[derive(Clone, Copy, Debug)]
+pub struct RankParts {
+    /// This rank's part, [rows, cols].
+    pub own: DeviceMatrix,
+    /// The parts of all ranks, [ranks, rows, cols] without gaps, of the type of `own`; this rank's
+    /// place is not read.
+    pub received: u64,
+    /// This rank.
+    pub rank: usize,
+    /// Ranks.
+    pub ranks: usize,
+}
+
+/// A norm to be taken of a sum.
+#[derive(Clone, Copy, Debug)]
+pub struct RowNorm {
+    /// Written, of the shape of the sum.
+    pub out: DeviceMatrix,
+    /// One factor a column.
+    pub weight: DeviceVector<f32>,
+    /// Added to the mean square.
+    pub eps: f32,
+}
+
 /// Up to three matrices of the same shape.
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -63,6 +88,22 @@ struct NormArgs {
     weight: u64,
     rows: u32,
     cols: u32,
+    eps: f32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct PartsArgs {
+    out: MatArg,
+    x: MatArg,
+    own: MatArg,
+    received: u64,
+    weight: u64,
+    rows: u32,
+    cols: u32,
+    ranks: u32,
+    rank: u32,
+    fresh: u32,
     eps: f32,
 }
 
@@ -230,6 +271,49 @@ impl Launcher<'_> {
         self.norm_launch(&name, (out, residual, delta), weight, eps)
     }
 
+    /// `x = sum of parts`, or `x +=` unless it is `fresh`; the sum is taken in f32, in the order of
+    /// the ranks, and rounded once. Then the norm of `x` as stored, which is of the parts' type.
+    pub fn add_parts(
+        &self,
+        x: &DeviceMatrix,
+        parts: &RankParts,
+        norm: Option<&RowNorm>,
+        fresh: bool,
+    ) -> Result<(), CudaError> {
+        let RankParts { own, received, rank, ranks } = *parts;
+        let norm_fits = |norm: &RowNorm| {
+            let RowNorm { out, weight, .. } = norm;
+            out.shape() == x.shape() && out.dtype == own.dtype && weight.len == x.cols
+        };
+        let fits = own.shape() == x.shape() && rank < ranks && norm.is_none_or(norm_fits);
+        ensure(fits, || format!("add_parts {parts:?} to {x:?} with {norm:?}"))?;
+        if x.rows == 0 || x.cols == 0 {
+            return Ok(());
+        }
+        let parted = DeviceMatrix::packed(received, x.shape(), own.dtype);
+        let out = norm.map_or(own, |norm| norm.out);
+        let weight = norm.map_or(0, |norm| norm.weight.address);
+        let width = match weight.is_multiple_of(16) {
+            true => vector_width(&[x, &own, &parted, &out]),
+            false => 1,
+        };
+        let args = PartsArgs {
+            out: norm.map_or(MatArg { address: 0, stride: 0 }, |norm| norm.out.arg()),
+            x: x.arg(),
+            own: own.arg(),
+            received,
+            weight,
+            rows: x.rows as u32,
+            cols: x.cols as u32,
+            ranks: ranks as u32,
+            rank: rank as u32,
+            fresh: u32::from(fresh),
+            eps: norm.map_or(0.0, |norm| norm.eps),
+        };
+        let name = format!("add_parts_{}_{}_v{width}", own.dtype.name(), x.dtype.name());
+        self.launch(&name, by_row(x.rows, x.cols, width)?, &args)
+    }
+
     fn norm_launch(
         &self,
         name: &str,
@@ -277,7 +361,8 @@ impl Launcher<'_> {
     }
 
     /// Splits `kv` [rows, heads, nope + v] into `keys` [rows, heads, nope + rope], whose last part
-    /// is `k_pe` [rows, rope] in every head, and `values` [rows, heads, v]. All of one type.
+    /// is `k_pe` [rows, rope] in every head, and `values` [rows, heads, v]. All of one type, but
+    /// for `k_pe`, which is rounded to it.
     pub fn expand_latent(
         &self,
         (keys, values): (&DeviceMatrix, &DeviceMatrix),
@@ -288,7 +373,8 @@ impl Launcher<'_> {
         let LatentHeads { heads, nope, rope, v } = *dims;
         let shapes = [keys, values, kv, k_pe].map(|matrix| matrix.cols);
         let fits = shapes == [heads * (nope + rope), heads * v, heads * (nope + v), rope]
-            && [keys, values, k_pe].iter().all(|m| m.rows == kv.rows && m.dtype == kv.dtype);
+            && [keys, values].iter().all(|m| m.rows == kv.rows && m.dtype == kv.dtype)
+            && k_pe.rows == kv.rows;
         ensure(fits, || {
             format!("expand_latent {dims:?} of {kv:?}, {k_pe:?} in {keys:?}, {values:?}")
         })?;
@@ -308,7 +394,7 @@ impl Launcher<'_> {
             rope: rope as u32,
             v: v as u32,
         };
-        let name = format!("expand_latent_{}_v{width}", kv.dtype.name());
+        let name = format!("expand_latent_{}_{}_v{width}", kv.dtype.name(), k_pe.dtype.name());
         self.launch(&name, tiled(kv.rows, heads * (nope + rope + v), width)?, &args)
     }
 }

@@ -12,10 +12,12 @@ pub const SQUARE_PARTS: usize = 1024;
 /// Operands of the gradient of an RMS norm.
 #[derive(Clone, Copy, Debug)]
 pub struct NormGradient {
-    /// Written: [rows, cols]; not wanted if `None`.
+    /// Written, or added to: [rows, cols]; not wanted if `None`.
     pub d_x: Option<DeviceMatrix>,
-    /// Written: [cols].
+    /// Written, or added to: [cols].
     pub d_weight: DeviceVector<f32>,
+    /// Whether `d_x` and `d_weight` are added to.
+    pub accumulate: [bool; 2],
     /// [rows, cols].
     pub x: DeviceMatrix,
     /// [rows, cols], of the type of `x`.
@@ -95,6 +97,7 @@ struct NormGradArgs {
     partial: u64,
     rows: u32,
     cols: u32,
+    accumulate: u32,
     eps: f32,
 }
 
@@ -105,6 +108,7 @@ struct ColumnSumArgs {
     partial: u64,
     parts: u32,
     cols: u32,
+    accumulate: u32,
 }
 
 #[repr(C)]
@@ -112,6 +116,7 @@ struct ColumnSumArgs {
 struct GateArgs {
     d_gate: MatArg,
     d_up: MatArg,
+    act: MatArg,
     gradient: MatArg,
     gate: MatArg,
     up: MatArg,
@@ -141,6 +146,17 @@ struct SumRowsArgs {
     x: MatArg,
     starts: u64,
     sources: u64,
+    rows: u32,
+    cols: u32,
+    accumulate: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct ScatterArgs {
+    out: MatArg,
+    x: MatArg,
+    places: u64,
     rows: u32,
     cols: u32,
 }
@@ -189,7 +205,7 @@ fn one_type(views: &[&DeviceMatrix]) -> bool {
 impl Launcher<'_> {
     /// Gradients of `x / rms(x) * weight`.
     pub fn norm_gradient(&self, call: &NormGradient) -> Result<(), CudaError> {
-        let NormGradient { d_x, d_weight, x, gradient, weight, partial, eps } = call;
+        let NormGradient { d_x, d_weight, accumulate, x, gradient, weight, partial, eps } = call;
         let out = d_x.as_ref().unwrap_or(x);
         let fits = same(&[out, x, gradient])
             && one_type(&[out, x, gradient])
@@ -209,6 +225,7 @@ impl Launcher<'_> {
             partial: partial.address,
             rows: x.rows as u32,
             cols: x.cols as u32,
+            accumulate: u32::from(accumulate[0]),
             eps: *eps,
         };
         let mut shape = Shape::new(NORM_PARTS, 256)?;
@@ -219,26 +236,29 @@ impl Launcher<'_> {
             partial: partial.address,
             parts: NORM_PARTS as u32,
             cols: x.cols as u32,
+            accumulate: u32::from(accumulate[1]),
         };
         self.launch("train_column_sum", Shape::new(x.cols.div_ceil(64), 64)?, &args)
     }
 
-    /// Gradients of `silu(gate) * up`; `out` is those of gate and up, `inputs` are gate and up.
+    /// Gradients of `silu(gate) * up`, and that product itself; `out` is the gradients of gate and
+    /// up and the product, `inputs` are gate and up. All may be done in place.
     pub fn gate_gradient(
         &self,
-        out: [&DeviceMatrix; 2],
+        out: [&DeviceMatrix; 3],
         gradient: &DeviceMatrix,
         inputs: [&DeviceMatrix; 2],
     ) -> Result<(), CudaError> {
-        let views = [out[0], out[1], gradient, inputs[0], inputs[1]];
+        let views = [out[0], out[1], out[2], gradient, inputs[0], inputs[1]];
         ensure(same(&views) && one_type(&views), || format!("gate gradient of {views:?}"))?;
         if gradient.rows == 0 {
             return Ok(());
         }
         let (width, rows, cols) = (vector_width(&views), gradient.rows, gradient.cols);
-        let [d_gate, d_up, gradient, gate, up] = views.map(DeviceMatrix::arg);
+        let [d_gate, d_up, act, gradient, gate, up] = views.map(DeviceMatrix::arg);
+        let (row_count, col_count) = (rows as u32, cols as u32);
         let args =
-            GateArgs { d_gate, d_up, gradient, gate, up, rows: rows as u32, cols: cols as u32 };
+            GateArgs { d_gate, d_up, act, gradient, gate, up, rows: row_count, cols: col_count };
         let name = format!("train_gate_grad_{}_v{width}", out[0].dtype.name());
         self.launch(&name, tiled(rows, cols, width)?, &args)
     }
@@ -275,10 +295,11 @@ impl Launcher<'_> {
         self.launch(&name, tiled(x.rows, heads * pairs, width)?, &args)
     }
 
-    /// Row `r` of `out` becomes the sum of the rows `sources[starts[r]..starts[r + 1]]` of `x`.
+    /// Row `r` of `out` becomes the sum of the rows `sources[starts[r]..starts[r + 1]]` of `x`, or
+    /// these are added to it.
     pub fn sum_rows(
         &self,
-        out: &DeviceMatrix,
+        (out, accumulate): (&DeviceMatrix, bool),
         x: &DeviceMatrix,
         starts: DeviceVector<u32>,
         sources: DeviceVector<u32>,
@@ -296,9 +317,29 @@ impl Launcher<'_> {
             sources: sources.address,
             rows: out.rows as u32,
             cols: out.cols as u32,
+            accumulate: u32::from(accumulate),
         };
         let name = format!("train_sum_rows_{}_v{width}", x.dtype.name());
         self.launch(&name, tiled(out.rows, out.cols, width)?, &args)
+    }
+
+    /// Row `places[r]` of `out` becomes row `r` of `x`. Places differ and are rows of `out`.
+    pub fn scatter_rows(
+        &self,
+        out: &DeviceMatrix,
+        x: &DeviceMatrix,
+        places: DeviceVector<u32>,
+    ) -> Result<(), CudaError> {
+        let fits = out.cols == x.cols && out.dtype == x.dtype && places.len == x.rows;
+        ensure(fits, || format!("rows of {x:?} at {places:?} of {out:?}"))?;
+        if x.rows == 0 {
+            return Ok(());
+        }
+        let width = vector_width(&[out, x]);
+        let (rows, cols) = (x.rows as u32, x.cols as u32);
+        let args = ScatterArgs { out: out.arg(), x: x.arg(), places: places.address, rows, cols };
+        let name = format!("train_scatter_rows_{}_v{width}", x.dtype.name());
+        self.launch(&name, tiled(x.rows, x.cols, width)?, &args)
     }
 
     /// `x *= factor`, a number on the device.

@@ -12,6 +12,7 @@ pub(crate) const CASES: &[Named] = &[
     ("attention_mma_128_128", |gpu| tensor_cores(gpu, AttentionVariant::Mma, [128, 128, 0])),
     ("attention_mma_192_128", |gpu| tensor_cores(gpu, AttentionVariant::Mma, [192, 128, 0])),
     ("attention_mma_shared", |gpu| tensor_cores(gpu, AttentionVariant::Mma, [192, 128, 64])),
+    ("attention_mma_padded", padded),
     ("attention_wgmma_128_128", |gpu| hopper(gpu, [128, 128, 0])),
     ("attention_wgmma_192_128", |gpu| hopper(gpu, [192, 128, 0])),
     ("attention_wgmma_shared", |gpu| hopper(gpu, [192, 128, 64])),
@@ -70,6 +71,12 @@ pub(crate) fn tensor_cores(gpu: &mut Gpu, variant: AttentionVariant, dims: [usiz
         }
     }
     Ok(())
+}
+
+/// Heads of other widths than the tiles'.
+fn padded(gpu: &mut Gpu) -> Outcome {
+    let widths = [[24, 16], [8, 8], [32, 32], [32, 16], [16, 24], [40, 64], [80, 80], [136, 96]];
+    widths.into_iter().try_for_each(|[qk, v]| tensor_cores(gpu, AttentionVariant::Mma, [qk, v, 0]))
 }
 
 /// Nothing to compare on other architectures.

@@ -5,6 +5,7 @@
 
 pub(crate) mod attention;
 pub(crate) mod dequant;
+pub(crate) mod experts;
 pub(crate) mod moe;
 pub(crate) mod products;
 pub(crate) mod rows;
@@ -12,6 +13,7 @@ pub(crate) mod stats;
 pub(crate) mod train_attention;
 
 use std::error::Error;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use half::bf16;
@@ -44,10 +46,9 @@ pub(crate) type Named = (&'static str, fn(&mut Gpu) -> Outcome);
 
 /// All comparisons, simple ones first.
 pub(crate) fn cases() -> Vec<Case> {
-    let plain = [rows::CASES, moe::CASES, dequant::CASES, stats::CASES, products::CASES];
-    plain
-        .into_iter()
-        .chain([attention::CASES, train_attention::CASES])
+    let groups = [rows::CASES, moe::CASES, dequant::CASES, stats::CASES, products::CASES];
+    (groups.into_iter())
+        .chain([experts::CASES, attention::CASES, train_attention::CASES])
         .flatten()
         .map(|&(name, run)| Case { name, run })
         .collect()
@@ -56,8 +57,9 @@ pub(crate) fn cases() -> Vec<Case> {
 impl Gpu {
     pub(crate) fn new(quick: bool) -> Result<Self, CudaError> {
         let context = kernels::cuda::context(0)?;
+        let cache = std::env::var_os("AERIE_KERNEL_CACHE").map(PathBuf::from);
         let sources = [&SOURCES[..], &TRAIN_SOURCES[2..]].concat();
-        let kernels = CudaKernels::load_sources(&context, None, &sources)?;
+        let kernels = CudaKernels::load_sources(&context, cache.as_deref(), &sources)?;
         let stream = context
             .new_stream()
             .map_err(|source| CudaError::Driver { operation: "create a stream".into(), source })?;

@@ -1,6 +1,6 @@
 //! Row-wise kernels against their twins.
 
-use kernels::cuda::{DeviceHeads, Dtype, LatentHeads, RopeView};
+use kernels::cuda::{DeviceHeads, Dtype, LatentHeads, RankParts, RopeView, RowNorm};
 use kernels::rope::{RopeLayout, RopeTable};
 use kernels::{activation, norm, reference};
 
@@ -15,6 +15,7 @@ pub(crate) const CASES: &[Named] = &[
     ("embed", embed),
     ("rms_norm", rms_norm),
     ("add_rms_norm", add_rms_norm),
+    ("add_parts", add_parts),
     ("rope", rope),
     ("expand_latent", expand_latent),
 ];
@@ -167,6 +168,43 @@ fn add_rms_norm(gpu: &mut Gpu) -> Outcome {
     Ok(())
 }
 
+/// The second of three ranks, whose own part lies apart; what lies in its place is not read.
+fn add_parts(gpu: &mut Gpu) -> Outcome {
+    for ([rows, cols], pitch) in gpu.shapes() {
+        for (from, to) in type_pairs() {
+            for (fresh, normed) in [(true, false), (false, true), (true, true), (false, false)] {
+                let (ranks, rank, size) = (3, 1, rows * cols);
+                let (x_values, own_values) = (gpu.rng.values(size, to), gpu.rng.values(size, from));
+                let mut received_values = gpu.rng.values(ranks * size, from);
+                received_values[rank * size..(rank + 1) * size].fill(f32::NAN);
+                let x = gpu.matrix(&x_values, [rows, cols], to, pitch)?;
+                let own = gpu.matrix(&own_values, [rows, cols], from, 8)?;
+                let received = gpu.matrix(&received_values, [ranks * rows, cols], from, 0)?;
+                let out = gpu.matrix(&vec![9.0; size], [rows, cols], from, 0)?;
+                let weight_values = gpu.rng.values(cols, Dtype::F32);
+                let weight = gpu.vector(&weight_values)?;
+                let parts =
+                    RankParts { own: own.view, received: received.view.address, rank, ranks };
+                let norm = RowNorm { out: out.view, weight: weight.view, eps: 1e-5 };
+                let norm = normed.then_some(&norm);
+                gpu.kernels.on(&gpu.stream).add_parts(&x.view, &parts, norm, fresh)?;
+                let part = |index: usize| &received_values[index * size..(index + 1) * size];
+                let mut want = x_values;
+                reference::add_parts(&mut want, &[part(0), &own_values, part(2)], fresh);
+                let want: Vec<f32> = want.into_iter().map(|x| round(x, to)).collect();
+                let what = format!("{from:?} {to:?} [{rows}, {cols}] {fresh} {normed}");
+                same(&what, &gpu.values(&x)?, &want)?;
+                let mut want_out = vec![9.0; size];
+                if normed {
+                    norm::rms_norm(&mut want_out, &want, &weight_values, 1e-5);
+                }
+                near(&format!("norm of {what}"), &gpu.values(&out)?, &want_out, from)?;
+            }
+        }
+    }
+    Ok(())
+}
+
 fn rope(gpu: &mut Gpu) -> Outcome {
     // Rows, heads, unrotated width before, rotated width, pitch.
     for (rows, heads, before, dim, pitch) in
@@ -214,12 +252,12 @@ fn expand_latent(gpu: &mut Gpu) -> Outcome {
     for (rows, dims, pitch) in
         [(3, [2, 5, 3, 4], 1), (50, [8, 128, 64, 128], 0), (17, [4, 16, 8, 16], 8)]
     {
-        for dtype in TYPES {
+        for (dtype, pe_dtype) in type_pairs() {
             let [heads, nope, rope, v] = dims;
             let kv_values = gpu.rng.values(rows * heads * (nope + v), dtype);
-            let pe_values = gpu.rng.values(rows * rope, dtype);
+            let pe_values = gpu.rng.values(rows * rope, pe_dtype);
             let kv = gpu.matrix(&kv_values, [rows, heads * (nope + v)], dtype, pitch)?;
-            let k_pe = gpu.matrix(&pe_values, [rows, rope], dtype, pitch)?;
+            let k_pe = gpu.matrix(&pe_values, [rows, rope], pe_dtype, pitch)?;
             let (key, value) = (heads * (nope + rope), heads * v);
             let keys = gpu.matrix(&vec![9.0; rows * key], [rows, key], dtype, pitch)?;
             let values = gpu.matrix(&vec![9.0; rows * value], [rows, value], dtype, 0)?;
@@ -227,8 +265,9 @@ fn expand_latent(gpu: &mut Gpu) -> Outcome {
             let outputs = (&keys.view, &values.view);
             let on = gpu.kernels.on(&gpu.stream);
             on.expand_latent(outputs, &kv.view, &k_pe.view, &latent)?;
+            let pe_values: Vec<f32> = pe_values.iter().map(|&pe| round(pe, dtype)).collect();
             let want = reference::expand_latent(&kv_values, &pe_values, dims);
-            same(&format!("keys {dtype:?} {dims:?}"), &gpu.values(&keys)?, &want.0)?;
+            same(&format!("keys {dtype:?} {pe_dtype:?} {dims:?}"), &gpu.values(&keys)?, &want.0)?;
             same(&format!("values {dtype:?} {dims:?}"), &gpu.values(&values)?, &want.1)?;
         }
     }

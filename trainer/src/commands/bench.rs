@@ -8,8 +8,10 @@ use burn::backend::{Autodiff, Flex};
 use burn::tensor::{Distribution, Tensor};
 use kernels::gemm::{Threads, peak};
 use trainer::config::Compute;
+use trainer::cost::{ProductCost, products};
 use trainer::draft::AttentionConfig;
 use trainer::masks::{RowPlan, row_masks};
+use trainer::ops::Activations;
 use trainer::{
     BatchTokens, DraftConfig, DraftVocabulary, Eagle3Draft, FrozenTarget, TargetWeights,
     TrainBatch, TttOptions, ttt_step,
@@ -64,6 +66,12 @@ pub(crate) struct BenchArgs {
     /// Teacher states whose logits exist at a time.
     #[arg(long, default_value_t = 512)]
     pub(super) teacher_rows: usize,
+    /// Time each product alone too (CUDA).
+    #[arg(long)]
+    pub(super) shapes: bool,
+    /// Make gate and up of the MLP again in the backward pass.
+    #[arg(long)]
+    pub(super) recompute: bool,
     /// Type of states and products.
     #[arg(long, default_value = "auto", value_parser = parse_compute)]
     compute: Compute,
@@ -109,28 +117,29 @@ impl BenchArgs {
             steps: self.steps,
             row_sparse: !self.dense,
             teacher_rows: self.teacher_rows,
+            activations: match self.recompute {
+                true => Activations::Recompute,
+                false => Activations::Keep,
+            },
             ..TttOptions::default()
         }
     }
 
-    /// Floating-point operations of all products of one step, forward and backward.
-    pub(super) fn flop(&self, tokens: &BatchTokens, dense: bool) -> f64 {
-        let masks = row_masks(tokens, self.steps, self.options().mask_mode, &[]);
+    /// The products of one step, forward and backward.
+    pub(super) fn products(&self, tokens: &BatchTokens, dense: bool) -> Vec<ProductCost> {
+        let options = self.options();
         let plan = match dense {
             true => RowPlan::dense(self.tokens, self.steps),
-            false => RowPlan::sparse(tokens, &masks),
+            false => {
+                RowPlan::sparse(tokens, &row_masks(tokens, self.steps, options.mask_mode, &[]))
+            }
         };
-        let (base, first) = (plan.base.len() as f64, plan.need.first().map_or(0, Vec::len) as f64);
-        let rows: usize = plan.need.iter().map(Vec::len).sum();
-        let rows = rows as f64;
-        let (h, q) = (self.hidden as f64, (self.heads * self.head_dim) as f64);
-        let kv = 2.0 * (self.kv_heads * self.head_dim) as f64;
-        let fused = base * 3.0 * h * h * 2.0;
-        let keys = (base + rows - first) * 2.0 * h * kv * 3.0;
-        let row = q * 2.0 * h + q * h + 3.0 * h * self.intermediate as f64;
-        let head = self.draft_vocab as f64 * h;
-        let teacher = first * h * self.vocab as f64;
-        2.0 * (fused + keys + rows * (row + head) * 3.0 + teacher)
+        products(&self.config(), tokens, &plan, options.activations)
+    }
+
+    /// Their floating-point operations.
+    pub(super) fn flop(&self, tokens: &BatchTokens, dense: bool) -> f64 {
+        self.products(tokens, dense).iter().map(|cost| cost.forward + cost.backward).sum()
     }
 }
 
@@ -169,7 +178,7 @@ fn run_cpu(args: &BenchArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
         let output = ttt_step(&draft, &target, &batch, &args.options())?;
         loss = output.metrics().loss(args.options().step_decay);
         let middle = start.elapsed().as_secs_f64();
-        let mut gradients = output.loss.backward();
+        let mut gradients = output.backward();
         let gradients = draft.gradients(&mut gradients);
         let end = start.elapsed().as_secs_f64();
         drop(gradients);

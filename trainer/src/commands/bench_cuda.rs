@@ -6,10 +6,13 @@ use std::time::Instant;
 
 use burn::backend::cuda::CudaDevice;
 use burn::backend::{Autodiff, Cuda};
+use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Distribution, FloatDType, Tensor};
 use kernels::cuda::CudaError;
+use trainer::cost::MemoryPlan;
 use trainer::cuda::{Part, settle, start_timer, take_times, tensor_memory};
 use trainer::draft::ParamShapeError;
+use trainer::ops::DraftGradients;
 use trainer::optimizer::{AdamW, AdamWConfig};
 use trainer::{
     DraftOps, DraftVocabulary, Eagle3Draft, FrozenTarget, Param, TargetWeights, TrainBatch,
@@ -34,13 +37,11 @@ struct Setting {
     options: TttOptions,
 }
 
-/// Milliseconds of one step.
+/// Milliseconds of a step, on average over steps that follow each other.
 struct Timed {
     whole: f64,
     parts: Vec<f64>,
     loss: f64,
-    /// Bytes of tensors after the forward pass.
-    tensors: u64,
 }
 
 fn random(
@@ -55,7 +56,11 @@ fn random(
     };
     // Large matrices repeat a part, so that no f32 copy of the whole is ever there.
     match rows % 16 {
-        0 if rows >= 65_536 => random(rows / 16).repeat_dim(0, 16),
+        0 if rows >= 65_536 => {
+            <Cuda as Backend>::memory_persistent_allocations(device, random(rows / 16), |x| {
+                x.repeat_dim(0, 16)
+            })
+        }
         _ => random(rows),
     }
 }
@@ -64,15 +69,16 @@ impl Setting {
     fn new(args: &BenchArgs, place: (&CudaDevice, FloatDType)) -> anyhow::Result<Self> {
         let (device, _) = place;
         let exact = (device, FloatDType::F32);
-        let draft = Eagle3Draft::<Cuda>::from_parameters::<ParamShapeError>(
-            args.config(),
-            &mut |_, shape| {
-                Ok(match *shape {
-                    [rows, cols] => Param::Matrix(random([rows, cols], 0.02, exact)),
-                    _ => Param::Vector(Tensor::ones([shape[0]], (device, DType::F32))),
+        let param = |shape: &[usize]| match *shape {
+            [rows, cols] => Param::Matrix(random([rows, cols], 0.02, exact)),
+            _ => Param::Vector(Tensor::ones([shape[0]], (device, DType::F32))),
+        };
+        let draft =
+            <Cuda as Backend>::memory_persistent_allocations(device, args.config(), |config| {
+                Eagle3Draft::<Cuda>::from_parameters::<ParamShapeError>(config, &mut |_, shape| {
+                    Ok(param(shape))
                 })
-            },
-        )?;
+            })?;
         let optimizer = AdamW::new(ADAMW, &draft);
         let (optimizer, draft) = optimizer.with_working_copy(draft, place.1);
         let matrix = |shape, spread| Tensor::<B, 2>::from_inner(random(shape, spread, place));
@@ -96,25 +102,34 @@ impl Setting {
         })
     }
 
-    /// A whole optimizer step, as `trainer fit` takes it.
-    fn step(&mut self, device: &CudaDevice) -> anyhow::Result<Timed> {
-        let clock = Instant::now();
+    /// A whole optimizer step, as `trainer fit` takes it; gives the loss.
+    fn step(&mut self, device: &CudaDevice) -> anyhow::Result<f64> {
         let tracked = Eagle3Draft::<B>::tracked(&self.draft);
         let mut output = ttt_step(&tracked, &self.target, &self.batch, &self.options)?;
-        let [tensors, _] = tensor_memory(device);
-        let mut gradients = output.loss.backward();
+        let mut gradients = output.backward();
         output.fetch();
         let gradients = tracked.gradients(&mut gradients);
-        let (draft, _) = self.optimizer.update(&self.draft, gradients, 1e-4)?;
-        self.draft = draft;
         let loss = output.metrics().loss(self.options.step_decay);
         drop((output, tracked));
-        if let Some(fault) = <Cuda as DraftOps>::fault(device) {
-            return Err(fault.into());
+        self.optimizer.update(&mut self.draft, gradients, 1e-4)?;
+        match <Cuda as DraftOps>::fault(device) {
+            Some(fault) => Err(fault.into()),
+            None => Ok(loss),
+        }
+    }
+
+    fn steps(&mut self, count: usize, device: &CudaDevice) -> anyhow::Result<Timed> {
+        settle(device)?;
+        take_times(device)?;
+        let clock = Instant::now();
+        let mut loss = 0.0;
+        for _ in 0..count {
+            loss = self.step(device)?;
         }
         settle(device)?;
-        let whole = clock.elapsed().as_secs_f64() * 1e3;
-        Ok(Timed { whole, parts: take_times(device)?, loss, tensors })
+        let whole = clock.elapsed().as_secs_f64() * 1e3 / count as f64;
+        let parts = take_times(device)?.into_iter().map(|part| part / count as f64).collect();
+        Ok(Timed { whole, parts, loss })
     }
 }
 
@@ -133,6 +148,56 @@ fn ceiling((device, dtype): (&CudaDevice, FloatDType)) -> Result<f64, CudaError>
     Ok(2.0 * (SQUARE as f64).powi(3) * TIMES as f64 / gemm / 1e9)
 }
 
+/// TFLOP/s of each kind of product alone, 20 times in a row: forward, gradient of the input, and
+/// gradient of the weight added to a sum.
+fn shapes(
+    args: &BenchArgs,
+    place: (&CudaDevice, FloatDType),
+    out: &mut dyn Write,
+) -> anyhow::Result<()> {
+    let (q, kv) = (args.heads * args.head_dim, args.kv_heads * args.head_dim);
+    let (h, inner) = (args.hidden, args.intermediate);
+    let list = [
+        ("queries", q, h),
+        ("keys", kv, h),
+        ("attention output", h, q),
+        ("gate", inner, h),
+        ("down", h, inner),
+        ("draft head", args.draft_vocab, h),
+    ];
+    for (name, rows, cols) in list {
+        let (x, weight) =
+            (random([args.tokens, cols], 1.0, place), random([rows, cols], 0.02, place));
+        let gradient = random([args.tokens, rows], 1.0, place);
+        let mut sum = random([rows, cols], 1.0, place);
+        let flop = 2.0 * (args.tokens * rows * cols) as f64;
+        let mut rates = [0.0; 3];
+        for (kind, rate) in rates.iter_mut().enumerate() {
+            take_times(place.0)?;
+            for _ in 0..20 {
+                match kind {
+                    0 => drop(Cuda::project(x.clone(), weight.clone())),
+                    1 => drop(Cuda::project_input_gradient(
+                        gradient.clone(),
+                        weight.clone(),
+                        0..cols,
+                        None,
+                    )),
+                    _ => {
+                        let (gradient, x) = (gradient.clone(), x.clone());
+                        sum = Cuda::project_weight_gradient(gradient, x, (0, cols), Some(sum));
+                    }
+                }
+            }
+            *rate = flop * 20.0 / take_times(place.0)?.into_iter().sum::<f64>() / 1e9;
+        }
+        let shape = format!("{} x {rows} x {cols}", args.tokens);
+        let [forward, input, weight] = rates;
+        writeln!(out, "  {name:<17}{shape:<24}{forward:7.0}{input:7.0}{weight:7.0} TFLOP/s")?;
+    }
+    Ok(())
+}
+
 /// Prints times, rates, parts, floors and memory.
 pub(super) fn run(
     args: &BenchArgs,
@@ -142,27 +207,25 @@ pub(super) fn run(
     let (device, _) = place;
     let start = Instant::now();
     let mut setting = Setting::new(args, place)?;
+    // What making it took goes back.
+    <Cuda as Backend>::memory_cleanup(device);
     start_timer(device)?;
-    let first = setting.step(device)?;
+    let first = setting.steps(1, device)?;
     let ready = start.elapsed().as_secs_f64();
-    let mut steps = (0..args.repeat.max(1) + 1)
-        .map(|_| setting.step(device))
-        .collect::<anyhow::Result<Vec<_>>>()?
-        .split_off(1);
+    setting.steps(1, device)?;
+    let steps = setting.steps(args.repeat.max(1), device)?;
     let [free, all] = settle(device)?;
-    let [_, reserved] = tensor_memory(device);
-    steps.sort_by(|a, b| a.whole.total_cmp(&b.whole));
-    let (fastest, median) = (steps[0].whole, &steps[steps.len() / 2]);
-    let (sparse, dense) =
-        (args.flop(setting.batch.tokens(), args.dense), args.flop(setting.batch.tokens(), true));
+    let [kept, reserved] = tensor_memory(device);
+    let tokens = setting.batch.tokens().clone();
+    let (sparse, dense) = (args.flop(&tokens, args.dense), args.flop(&tokens, true));
     drop(setting);
     let limit = ceiling(place)?;
     let floor = |flop: f64| flop / limit / 1e9;
-    let part = |part: Part| median.parts.get(part as usize).copied().unwrap_or(0.0);
-    let rest = median.whole - median.parts.iter().sum::<f64>();
-    writeln!(out, "loss             {:10.4} (first step {:.4})", median.loss, first.loss)?;
-    writeln!(out, "step             {:10.1} ms (fastest {fastest:.1})", median.whole)?;
-    writeln!(out, "tokens           {:10.0} /s", args.tokens as f64 / median.whole * 1e3)?;
+    let part = |part: Part| steps.parts.get(part as usize).copied().unwrap_or(0.0);
+    let rest = steps.whole - steps.parts.iter().sum::<f64>();
+    writeln!(out, "loss             {:10.4} (first step {:.4})", steps.loss, first.loss)?;
+    writeln!(out, "step             {:10.1} ms (mean of {})", steps.whole, args.repeat.max(1))?;
+    writeln!(out, "tokens           {:10.0} /s", args.tokens as f64 / steps.whole * 1e3)?;
     for (name, which) in [
         ("gemm", Part::Gemm),
         ("attention", Part::Attention),
@@ -175,8 +238,12 @@ pub(super) fn run(
     writeln!(out, "  {:<15}{rest:10.1} ms", "rest")?;
     let speed = sparse / part(Part::Gemm).max(1e-9) / 1e9;
     writeln!(out, "products         {:10.1} TFLOP a step, {speed:.0} TFLOP/s", sparse / 1e12)?;
+    for cost in args.products(&tokens, args.dense) {
+        let [forward, backward] = [cost.forward, cost.backward].map(|flop| flop / 1e12);
+        writeln!(out, "  {:<17}{forward:8.2} forward {backward:8.2} backward", cost.name)?;
+    }
     writeln!(out, "gemm ceiling     {limit:10.1} TFLOP/s ({SQUARE}^3)")?;
-    let share = |flop: f64| 100.0 * floor(flop) / median.whole;
+    let share = |flop: f64| 100.0 * floor(flop) / steps.whole;
     writeln!(out, "dense floor      {:10.1} ms, {:.1} % of the step", floor(dense), share(dense))?;
     writeln!(
         out,
@@ -185,10 +252,16 @@ pub(super) fn run(
         share(sparse)
     )?;
     let gb = |bytes: u64| bytes as f64 / 1e9;
-    writeln!(out, "tensors          {:10.2} GB after the forward pass", gb(median.tensors))?;
-    writeln!(out, "reserved for them{:10.2} GB", gb(reserved))?;
+    let bytes = DType::from(place.1).size() as u64;
+    let plan = MemoryPlan::new(&args.config(), [args.tokens, args.steps], bytes);
+    let total = gb(plan.total(args.options().activations));
+    writeln!(out, "memory plan      {total:10.2} GB: {plan}")?;
+    writeln!(out, "between steps    {:10.2} GB, reserved {:.2}", gb(kept), gb(reserved))?;
     let used = (all - free) as u64;
     writeln!(out, "device memory    {:10.2} GB in use of {:.1}", gb(used), gb(all as u64))?;
     writeln!(out, "first step after {ready:10.1} s, itself {:.1} ms", first.whole)?;
+    if args.shapes {
+        shapes(args, place, out)?;
+    }
     Ok(true)
 }

@@ -8,6 +8,7 @@ use anyhow::Context;
 use burn::backend::{Autodiff, Cuda, Flex};
 use burn::tensor::FloatDType;
 use trainer::config::Compute;
+use trainer::cosines;
 use trainer::golden::{Difference, GoldenCase};
 use trainer::gradcheck;
 
@@ -17,11 +18,15 @@ use super::device::{DeviceArgs, Place, parse_compute};
 #[derive(clap::Args)]
 pub(crate) struct CheckArgs {
     /// Golden files (safetensors).
-    #[arg(long, required_unless_present = "ops", num_args = 1.., value_name = "FILE")]
+    #[arg(long, required_unless_present_any = ["ops", "cosines"], num_args = 1.., value_name = "FILE")]
     golden: Vec<PathBuf>,
     /// Compare every operation of the device, and its gradients, with plain forms on the CPU.
     #[arg(long)]
     ops: bool,
+    /// Compare the gradients of a step in bf16 with those in f32, at a size of some 30 million
+    /// parameters.
+    #[arg(long)]
+    cosines: bool,
     /// Compute every row at every step instead of those the loss can see.
     #[arg(long)]
     dense: bool,
@@ -60,6 +65,14 @@ pub(crate) fn run(args: &CheckArgs, out: &mut dyn Write) -> anyhow::Result<bool>
         };
         writeln!(out, "operations")?;
         passed &= print(&list?, args.tolerance.unwrap_or(if exact { 1e-4 } else { 3e-2 }), out)?;
+    }
+    if args.cosines {
+        let list = match &place {
+            Place::Cpu => cosines::compare::<Autodiff<Flex>>(dtype, &Default::default()),
+            Place::Cuda(device) => cosines::compare::<Autodiff<Cuda>>(dtype, device),
+        };
+        writeln!(out, "cosines")?;
+        passed &= print(&list?, args.tolerance.unwrap_or(1e-3), out)?;
     }
     Ok(passed)
 }

@@ -91,6 +91,8 @@ pub const KEYS: &[Key] = &[
     key("train", "mask_mode", Text, "chain, or specforge for that trainer's rows"),
     key("train", "accumulate", Number, "batches summed into one optimizer step"),
     key("train", "compute", Text, "f32, bf16, or auto: f32 on the CPU and bf16 on CUDA"),
+    free(key("train", "activations", Text, "keep, recompute (gate and up of the MLP again in the \
+        backward pass), or auto: by the memory of the device")),
     free(key("checkpoint", "run_dir", Text, "directory of the run: metrics and checkpoints")),
     free(key("checkpoint", "checkpoint_every", Number, "optimizer steps between checkpoints")),
     free(key("checkpoint", "keep_last", Number, "newest checkpoints kept, beside the best")),

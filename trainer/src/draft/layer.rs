@@ -118,6 +118,38 @@ pub(super) fn assemble<B: Backend>(config: DraftConfig, params: Vec<Param<B>>) -
     Eagle3Draft { fc, fc_norm, layer, norm: next.vector(), lm_head: next.matrix(), config }
 }
 
+/// Where a parameter is kept.
+pub(super) enum Slot<'a, B: Backend> {
+    Vector(&'a mut Tensor<B, 1>),
+    Matrix(&'a mut Tensor<B, 2>),
+}
+
+/// The places of [`disassemble`]'s parameters, in the same order.
+pub(super) fn slots<B: Backend>(draft: &mut Eagle3Draft<B>) -> Vec<Slot<'_, B>> {
+    use Slot::{Matrix, Vector};
+    let layer = &mut draft.layer;
+    let mut slots = vec![Matrix(&mut draft.fc)];
+    slots.extend(draft.fc_norm.iter_mut().map(Vector));
+    slots.extend([Vector(&mut layer.input_layernorm), Vector(&mut layer.hidden_norm)]);
+    match &mut layer.attention {
+        Attention::Gqa(w) => {
+            slots.extend([&mut w.q_proj, &mut w.k_proj, &mut w.v_proj].map(Matrix));
+        }
+        Attention::Mla(w) => slots.extend([
+            Matrix(&mut w.q_a_proj),
+            Vector(&mut w.q_a_layernorm),
+            Matrix(&mut w.q_b_proj),
+            Matrix(&mut w.kv_a_proj_with_mqa),
+            Vector(&mut w.kv_a_layernorm),
+            Matrix(&mut w.kv_b_proj),
+        ]),
+    }
+    slots.extend([Matrix(&mut layer.o_proj), Vector(&mut layer.post_attention_layernorm)]);
+    slots.extend([&mut layer.gate_proj, &mut layer.up_proj, &mut layer.down_proj].map(Matrix));
+    slots.extend([Vector(&mut draft.norm), Matrix(&mut draft.lm_head)]);
+    slots
+}
+
 /// The parameters in the order of [`DraftConfig::parameter_shapes`].
 pub(super) fn disassemble<B: Backend>(draft: &Eagle3Draft<B>) -> Vec<Param<B>> {
     let vector = |tensor: &Tensor<B, 1>| Param::Vector(tensor.clone());

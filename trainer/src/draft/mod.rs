@@ -134,6 +134,30 @@ impl<B: Backend> Eagle3Draft<B> {
         layer::assemble(self.config.clone(), params)
     }
 
+    /// Replaces each parameter by what `replace` makes of it, which then is the only one that holds
+    /// it, unless the draft has clones; shapes must stay.
+    pub fn replace_each(&mut self, mut replace: impl FnMut(&str, Param<B>) -> Param<B>) {
+        let device = self.device();
+        let (vector, matrix) = (Tensor::empty([1], &device), Tensor::empty([1, 1], &device));
+        let names = self.config.parameter_shapes().into_iter().map(|(name, _)| name);
+        for (name, slot) in names.zip(layer::slots(self)) {
+            match slot {
+                layer::Slot::Vector(place) => {
+                    let taken = std::mem::replace(place, vector.clone());
+                    if let Param::Vector(new) = replace(&name, Param::Vector(taken)) {
+                        *place = new;
+                    }
+                }
+                layer::Slot::Matrix(place) => {
+                    let taken = std::mem::replace(place, matrix.clone());
+                    if let Param::Matrix(new) = replace(&name, Param::Matrix(taken)) {
+                        *place = new;
+                    }
+                }
+            }
+        }
+    }
+
     /// Type of the matrices, which is that of states and products.
     pub fn dtype(&self) -> FloatDType {
         self.fc.dtype().into()

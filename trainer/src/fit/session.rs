@@ -9,12 +9,13 @@ use burn::tensor::{DType, FloatDType, Tensor, TensorData};
 use super::FitError;
 use crate::acceptance::{Evaluation, EvaluationPlan, evaluate};
 use crate::batch::{FrozenTarget, TargetWeights};
-use crate::config::{FitConfig, MaskMode};
+use crate::config::{ActivationPolicy, FitConfig, MaskMode};
+use crate::cost::MemoryPlan;
 use crate::dataset::{DatasetError, ManifestDataset, Split};
 use crate::draft::{DraftConfig, DraftVocabulary, Eagle3Draft};
 use crate::loader::{Loader, LoaderPlan, LoaderState};
 use crate::masks;
-use crate::ops::DraftOps;
+use crate::ops::{Activations, DraftOps};
 use crate::target::{TargetConfig, TargetHead};
 use crate::tensors::{HostTensor, TensorFile};
 use crate::ttt::TttOptions;
@@ -87,7 +88,10 @@ where
         let target = head.config.clone();
         let frozen_inner = frozen_target::<B::InnerBackend>(head, &vocab, (device, dtype))?;
         Ok(Self {
-            options: ttt_options(config),
+            options: TttOptions {
+                activations: activations::<B>(config, &draft, (device, dtype)),
+                ..ttt_options(config)
+            },
             total_steps: if limit > 0 { all.min(limit) } else { all },
             frozen: lift::<B>(&frozen_inner)?,
             frozen_inner,
@@ -142,6 +146,27 @@ pub fn ttt_options(config: &FitConfig) -> TttOptions {
         },
         ..TttOptions::default()
     }
+}
+
+/// Prints what memory is needed for, and decides what the backward pass finds of the forward pass.
+fn activations<B: DraftOps>(
+    config: &FitConfig,
+    draft: &DraftConfig,
+    (device, dtype): (&B::Device, FloatDType),
+) -> Activations {
+    let rows = [config.data.max_tokens, config.train.ttt_steps];
+    let plan = MemoryPlan::new(draft, rows, DType::from(dtype).size() as u64);
+    let memory = B::memory(device);
+    let choice = match (config.train.activations, memory) {
+        (ActivationPolicy::Keep, _) | (ActivationPolicy::Auto, None) => Activations::Keep,
+        (ActivationPolicy::Recompute, _) => Activations::Recompute,
+        (ActivationPolicy::Auto, Some(memory)) => plan.choose(memory),
+    };
+    if let Some(memory) = memory {
+        let (total, all) = (plan.total(choice) as f64 / 1e9, memory as f64 / 1e9);
+        tracing::info!("memory: {plan}; {choice:?}: {total:.1} of {all:.1} GB");
+    }
+    choice
 }
 
 fn loader_plan(config: &FitConfig, split: &Split) -> LoaderPlan {
@@ -249,7 +274,9 @@ pub fn frozen_target<B: Backend>(
     let (rows, width) = (head.vocab_size, head.hidden_size);
     let matrix = |values: Vec<f32>| {
         let data = TensorData::new(values, [rows, width]).convert_dtype(dtype.into());
-        Tensor::from_data(data, (device, DType::from(dtype)))
+        B::memory_persistent_allocations(device, data, |data| {
+            Tensor::from_data(data, (device, DType::from(dtype)))
+        })
     };
     let weights = TargetWeights {
         embed_tokens: matrix(head.embed_tokens),

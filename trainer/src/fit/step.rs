@@ -100,11 +100,9 @@ where
 
     fn fresh(session: &Session<B>) -> Result<Self, FitError> {
         let config = &session.config;
-        let mut draft = Eagle3Draft::<B::InnerBackend>::init(
-            session.draft.clone(),
-            config.train.seed,
-            &session.device,
-        )?;
+        let device = &session.device;
+        let init = |sizes| Eagle3Draft::<B::InnerBackend>::init(sizes, config.train.seed, device);
+        let mut draft = B::memory_persistent_allocations(device, session.draft.clone(), init)?;
         if config.draft.lm_head_init == LmHeadInit::Target {
             draft = draft.with_lm_head(session.draft_rows_of_lm_head().cast(FloatDType::F32))?;
         }
@@ -184,7 +182,7 @@ where
             let tracked = Eagle3Draft::<B>::tracked(&self.draft);
             let mut output = ttt_step(&tracked, &session.frozen, &batch, &options)?;
             // The backward pass goes to the device before the host waits for the loss.
-            let mut back = output.loss.backward();
+            let mut back = output.backward();
             output.fetch();
             let mut sums = output.metrics();
             sums.step_divisor.clone_from(&divisors);
@@ -229,11 +227,10 @@ where
         };
         let gradients =
             gradients.unwrap_or_else(|| self.draft.parameters().into_iter().map(zeros).collect());
-        let (draft, norm) = self.optimizer.update(&self.draft, gradients, rate)?;
+        let norm = self.optimizer.update(&mut self.draft, gradients, rate)?;
         if let Some(fault) = B::InnerBackend::fault(&session.device) {
             return Err(TttError::from(fault).into());
         }
-        self.draft = draft;
         self.step += 1;
         self.acceptance_length = None;
         Ok((rate, norm))

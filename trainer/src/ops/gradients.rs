@@ -1,6 +1,7 @@
 //! What a device needs beside [`DraftOps`] to train: gradients of its operations. Knows no graph.
 
 use std::fmt::Debug;
+use std::ops::Range;
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{IndexingUpdateOp, Tensor};
@@ -27,38 +28,52 @@ pub struct EarlierSums<B: Backend> {
     pub values: Vec<Option<Tensor<B, 3>>>,
 }
 
-/// Operations of a device with gradients of its own. Shapes are those of [`DraftOps`].
+/// Gradients of a norm's input and weight that were made already.
+#[derive(Debug)]
+pub struct NormSums<B: Backend> {
+    /// Of the input.
+    pub input: Option<Tensor<B, 2>>,
+    /// Of the weight.
+    pub weight: Option<Tensor<B, 1>>,
+}
+
+/// Operations of a device with gradients of its own. Shapes are those of [`DraftOps`]. What is
+/// called a sum is added to, in place where nobody else holds it.
 pub trait DraftGradients: DraftOps {
     /// What attention keeps for its gradient beside operands and plan.
     type Kept: Clone + Debug + Send + 'static;
 
-    /// Gradient of a projection's input.
+    /// Gradient of the input of a projection by these columns of `weight`.
     fn project_input_gradient(
         gradient: Tensor<Self, 2>,
         weight: Tensor<Self, 2>,
-    ) -> Tensor<Self, 2>;
-
-    /// Gradient of a projection's weight, added to that of the steps before.
-    fn project_weight_gradient(
-        gradient: Tensor<Self, 2>,
-        x: Tensor<Self, 2>,
+        columns: Range<usize>,
         sum: Option<Tensor<Self, 2>>,
     ) -> Tensor<Self, 2>;
 
-    /// Gradients of a norm's input and weight.
+    /// Gradient of the whole weight of a projection, whose columns are `width`, from those that
+    /// start at `first`; others are zero without a sum.
+    fn project_weight_gradient(
+        gradient: Tensor<Self, 2>,
+        x: Tensor<Self, 2>,
+        first_and_width: (usize, usize),
+        sum: Option<Tensor<Self, 2>>,
+    ) -> Tensor<Self, 2>;
+
+    /// Gradients of a norm's input and weight; `norm` is weight and epsilon.
     fn rms_norm_gradients(
         gradient: Tensor<Self, 2>,
         x: Tensor<Self, 2>,
-        weight: Tensor<Self, 1>,
-        eps: f64,
+        norm: (Tensor<Self, 1>, f64),
+        sums: NormSums<Self>,
     ) -> (Tensor<Self, 2>, Tensor<Self, 1>);
 
-    /// Gradients of gate and up.
+    /// Gradients of gate and up, and what the forward pass made of them.
     fn swiglu_gradients(
         gradient: Tensor<Self, 2>,
         gate: Tensor<Self, 2>,
         up: Tensor<Self, 2>,
-    ) -> [Tensor<Self, 2>; 2];
+    ) -> [Tensor<Self, 2>; 3];
 
     /// Gradient of a rotation: the rotation back.
     fn rope_gradient(
@@ -72,9 +87,11 @@ pub trait DraftGradients: DraftOps {
         gradient: Tensor<Self, 2>,
         rows: &RowIndex<Self>,
         count: usize,
+        sum: Option<Tensor<Self, 2>>,
     ) -> Tensor<Self, 2> {
-        let zeros = Tensor::zeros([count, gradient.dims()[1]], &gradient.device());
-        zeros.select_assign(0, rows.tensor(), gradient, IndexingUpdateOp::Add)
+        let shape = [count, gradient.dims()[1]];
+        let sum = sum.unwrap_or_else(|| Tensor::zeros(shape, &gradient.device()));
+        sum.select_assign(0, rows.tensor(), gradient, IndexingUpdateOp::Add)
     }
 
     /// Attention, and what its gradient needs.

@@ -1,9 +1,12 @@
 //! Hand-written gradients as steps of burn's graph, for every device that has them. Knows the
 //! graph and no arithmetic.
 
+use std::fmt::Debug;
+use std::marker::PhantomData;
 use std::sync::Arc;
 
 use burn::backend::Autodiff;
+use burn::backend::autodiff::NodeId;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::grads::Gradients;
@@ -11,12 +14,15 @@ use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::tensor::backend::{Backend, BackendTypes};
 use burn::tensor::{Tensor, TensorPrimitive};
 
+use super::mlp::{self, MlpSums};
 use super::{
-    AttentionOperands, AttentionPlan, DeviceFault, DistillRows, Distilled, DraftGradients,
-    DraftOps, EarlierSums, RotaryTable, RowIndex, TeacherHead, plain,
+    Activations, AttentionOperands, AttentionPlan, DeviceFault, DistillRows, Distilled,
+    DraftGradients, DraftOps, EarlierSums, MlpWeights, NormSums, RotaryTable, RowIndex,
+    TeacherHead, plain,
 };
 
 type Node<B> = <Autodiff<B> as BackendTypes>::FloatTensorPrimitive;
+type Primitive<B> = <B as BackendTypes>::FloatTensorPrimitive;
 
 fn node<B: Backend, C: CheckpointStrategy, const D: usize>(
     x: Tensor<Autodiff<B, C>, D>,
@@ -30,11 +36,11 @@ fn wrap<B: Backend, C: CheckpointStrategy, const D: usize>(
     Tensor::from_primitive(TensorPrimitive::Float(x))
 }
 
-fn tensor<B: Backend, const D: usize>(primitive: B::FloatTensorPrimitive) -> Tensor<B, D> {
+fn tensor<B: Backend, const D: usize>(primitive: Primitive<B>) -> Tensor<B, D> {
     Tensor::from_primitive(TensorPrimitive::Float(primitive))
 }
 
-fn primitive<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> B::FloatTensorPrimitive {
+fn primitive<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> Primitive<B> {
     tensor.into_primitive().tensor()
 }
 
@@ -79,196 +85,230 @@ fn bare_plan<B: Backend, C: CheckpointStrategy>(
     }
 }
 
-// burn does not export the type of a node's reference, so functions can't name it.
-
-/// The gradient that arrived at the operation's output.
-macro_rules! consume {
-    ($backend:ty, $gradients:expr, $node:expr) => {
-        tensor($gradients.consume::<$backend>(&$node))
-    };
+/// A parent that wants a gradient. burn does not export the type of a node's reference, but a
+/// closure can hold one.
+struct Slot<B: Backend> {
+    id: NodeId,
+    /// A tensor in the graph at the parent's place.
+    holder: Box<dyn Fn(Primitive<B>) -> Node<B>>,
 }
 
-/// Gives a gradient to a parent that wants one.
-macro_rules! register {
-    ($backend:ty, $gradients:expr, $parent:expr, $value:expr) => {
-        if let Some(parent) = $parent {
-            $gradients.register::<$backend>(parent.id, primitive($value));
+/// Parents of an operation, and all gradients made so far.
+struct Parents<'a, B: Backend> {
+    slots: Vec<Option<Slot<B>>>,
+    gradients: &'a mut Gradients,
+}
+
+impl<B: Backend> Parents<'_, B> {
+    fn slot(&self, at: usize) -> Option<&Slot<B>> {
+        self.slots.get(at).and_then(Option::as_ref)
+    }
+
+    fn wants(&self, at: usize) -> bool {
+        self.slot(at).is_some()
+    }
+
+    /// Takes out what a parent was given so far; `any` is a tensor of any value.
+    fn take<const D: usize, const E: usize>(
+        &mut self,
+        at: usize,
+        any: &Tensor<B, E>,
+    ) -> Option<Tensor<B, D>> {
+        let holder = (self.slot(at)?.holder)(primitive(any.clone()));
+        self.gradients.remove::<B>(&holder).map(tensor)
+    }
+
+    /// Gives a gradient to a parent that wants one.
+    fn give<const D: usize>(&mut self, at: usize, gradient: Tensor<B, D>) {
+        if let Some(id) = self.slot(at).map(|slot| slot.id) {
+            self.gradients.register::<B>(id, primitive(gradient));
         }
-    };
+    }
 }
 
-/// Takes out what a node was given so far; `any` is a tensor of any value.
-macro_rules! take_sum {
-    ($backend:ty, $gradients:expr, $parent:expr, $any:expr) => {{
-        let holder = Node::<$backend> {
-            primitive: primitive($any.clone()),
-            rc: Arc::new($parent.id),
-            node: $parent.clone(),
-        };
-        $gradients.remove::<$backend>(&holder).map(tensor)
-    }};
+/// What an operation keeps, and the gradients it makes of that.
+trait Operation<B: Backend>: Clone + Debug + Send + 'static {
+    /// Gives parents, in the order in which they were attached, their gradients.
+    fn gradients(self, gradient: Primitive<B>, parents: &mut Parents<'_, B>);
 }
 
-/// Puts an operation with hand-written gradients into the graph: its kind, parents, what the
-/// gradient needs, and the output.
+/// A step of the graph for any operation.
+struct Step<K>(PhantomData<fn() -> K>);
+
+impl<K> Step<K> {
+    fn of(_: &K) -> Self {
+        Self(PhantomData)
+    }
+}
+
+impl<K> Debug for Step<K> {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.write_str(std::any::type_name::<K>())
+    }
+}
+
+impl<B: Backend, K: Operation<B>, const N: usize> Backward<B, N> for Step<K> {
+    type State = K;
+
+    fn backward(self, ops: Ops<K, N>, gradients: &mut Gradients, _: &mut Checkpointer) {
+        let gradient = gradients.consume::<B>(&ops.node);
+        let slots = ops.parents.map(|parent| {
+            let parent = parent?;
+            let id = parent.id;
+            let holder = move |primitive| Node::<B> {
+                primitive,
+                rc: Arc::new(parent.id),
+                node: parent.clone(),
+            };
+            Some(Slot { id, holder: Box::new(holder) })
+        });
+        ops.state.gradients(gradient, &mut Parents { slots: slots.into(), gradients });
+    }
+}
+
+/// Puts an operation into the graph: backend and strategy, its parents, what it keeps, its output.
 macro_rules! attach {
-    ($backward:expr, $backend:ty, $strategy:ty, $parents:expr, $state:expr, $output:expr) => {
-        match Backward::<$backend, _>::prepare::<$strategy>($backward, $parents)
+    ($backend:ty, $strategy:ty, $parents:expr, $kept:expr, $output:expr) => {{
+        let kept = $kept;
+        let step = Step::of(&kept);
+        match Backward::<$backend, _>::prepare::<$strategy>(step, $parents)
             .compute_bound()
             .stateful()
         {
-            OpsKind::Tracked(prep) => prep.finish($state, primitive($output)),
+            OpsKind::Tracked(prep) => prep.finish(kept, primitive($output)),
             OpsKind::UnTracked(prep) => prep.finish(primitive($output)),
         }
-    };
+    }};
 }
 
-#[derive(Debug)]
-struct Projection;
-
-impl<B: DraftGradients> Backward<B, 2> for Projection {
-    type State = [Tensor<B, 2>; 2];
-
-    fn backward(
-        self,
-        ops: Ops<Self::State, 2>,
-        gradients: &mut Gradients,
-        _checkpointer: &mut Checkpointer,
-    ) {
-        let gradient: Tensor<B, 2> = consume!(B, gradients, ops.node);
-        let [x, weight] = ops.state;
-        let [parent_x, parent_weight] = ops.parents;
-        if let Some(parent) = parent_weight {
-            // The same weight is used at every step: add to what is there already.
-            let sum = take_sum!(B, gradients, parent, weight);
-            let sum = B::project_weight_gradient(gradient.clone(), x, sum);
-            register!(B, gradients, Some(parent), sum);
-        }
-        if parent_x.is_some() {
-            register!(B, gradients, parent_x, B::project_input_gradient(gradient, weight));
-        }
-    }
-}
-
-#[derive(Debug)]
-struct Norm;
-
-impl<B: DraftGradients> Backward<B, 2> for Norm {
-    type State = (Tensor<B, 2>, Tensor<B, 1>, f64);
-
-    fn backward(
-        self,
-        ops: Ops<Self::State, 2>,
-        gradients: &mut Gradients,
-        _checkpointer: &mut Checkpointer,
-    ) {
-        let gradient: Tensor<B, 2> = consume!(B, gradients, ops.node);
-        let (x, weight, eps) = ops.state;
-        let (dx, dw) = B::rms_norm_gradients(gradient, x, weight, eps);
-        let [parent_x, parent_weight] = ops.parents;
-        register!(B, gradients, parent_x, dx);
-        register!(B, gradients, parent_weight, dw);
-    }
-}
-
-#[derive(Debug)]
-struct Gate;
-
-impl<B: DraftGradients> Backward<B, 2> for Gate {
-    type State = [Tensor<B, 2>; 2];
-
-    fn backward(
-        self,
-        ops: Ops<Self::State, 2>,
-        gradients: &mut Gradients,
-        _checkpointer: &mut Checkpointer,
-    ) {
-        let gradient: Tensor<B, 2> = consume!(B, gradients, ops.node);
-        let [gate, up] = ops.state;
-        for (parent, part) in ops.parents.into_iter().zip(B::swiglu_gradients(gradient, gate, up)) {
-            register!(B, gradients, parent, part);
-        }
-    }
-}
-
-#[derive(Debug)]
-struct Turn;
-
-impl<B: DraftGradients> Backward<B, 1> for Turn {
-    type State = (RotaryTable<B>, RowIndex<B>);
-
-    fn backward(
-        self,
-        ops: Ops<Self::State, 1>,
-        gradients: &mut Gradients,
-        _checkpointer: &mut Checkpointer,
-    ) {
-        let gradient: Tensor<B, 3> = consume!(B, gradients, ops.node);
-        let [parent] = ops.parents;
-        let (table, positions) = ops.state;
-        register!(B, gradients, parent, B::rope_gradient(gradient, &table, &positions));
-    }
-}
-
-#[derive(Debug)]
-struct Gather;
-
-impl<B: DraftGradients> Backward<B, 1> for Gather {
-    type State = (RowIndex<B>, usize);
-
-    fn backward(
-        self,
-        ops: Ops<Self::State, 1>,
-        gradients: &mut Gradients,
-        _checkpointer: &mut Checkpointer,
-    ) {
-        let gradient: Tensor<B, 2> = consume!(B, gradients, ops.node);
-        let [parent] = ops.parents;
-        let (rows, count) = ops.state;
-        register!(B, gradients, parent, B::gather_rows_gradient(gradient, &rows, count));
-    }
-}
-
-/// Queries, then keys by step, then values by step.
-#[derive(Debug)]
-struct Attention<const N: usize>;
-
+/// Parents: input, weight, and what is added if anything.
 #[derive(Clone, Debug)]
-struct AttentionState<B: DraftGradients> {
+struct Projection<B: Backend> {
+    x: Tensor<B, 2>,
+    weight: Tensor<B, 2>,
+    first: usize,
+}
+
+impl<B: DraftGradients> Operation<B> for Projection<B> {
+    fn gradients(self, gradient: Primitive<B>, parents: &mut Parents<'_, B>) {
+        let gradient: Tensor<B, 2> = tensor(gradient);
+        let Self { x, weight, first } = self;
+        let ([_, width], [_, whole]) = (x.dims(), weight.dims());
+        if parents.wants(1) {
+            // The same weight is used at every step: add to what is there already.
+            let sum = parents.take(1, &weight);
+            let sum = B::project_weight_gradient(gradient.clone(), x, (first, whole), sum);
+            parents.give(1, sum);
+        }
+        if parents.wants(0) {
+            let (columns, sum) = (first..first + width, parents.take(0, &weight));
+            let sum = B::project_input_gradient(gradient.clone(), weight, columns, sum);
+            parents.give(0, sum);
+        }
+        parents.give(2, gradient);
+    }
+}
+
+/// Parents: input, weight.
+#[derive(Clone, Debug)]
+struct Norm<B: Backend> {
+    x: Tensor<B, 2>,
+    weight: Tensor<B, 1>,
+    eps: f64,
+}
+
+impl<B: DraftGradients> Operation<B> for Norm<B> {
+    fn gradients(self, gradient: Primitive<B>, parents: &mut Parents<'_, B>) {
+        let Self { x, weight, eps } = self;
+        let sums = NormSums { input: parents.take(0, &weight), weight: parents.take(1, &weight) };
+        let (dx, dw) = B::rms_norm_gradients(tensor(gradient), x, (weight, eps), sums);
+        parents.give(0, dx);
+        parents.give(1, dw);
+    }
+}
+
+/// Parents: input, norm, gate, up, down.
+#[derive(Clone, Debug)]
+struct Mlp<B: Backend> {
+    x: Tensor<B, 2>,
+    weights: MlpWeights<B>,
+    gate_and_up: Option<[Tensor<B, 2>; 2]>,
+}
+
+impl<B: DraftGradients> Operation<B> for Mlp<B> {
+    fn gradients(self, gradient: Primitive<B>, parents: &mut Parents<'_, B>) {
+        let Self { x, weights, gate_and_up } = self;
+        let any = weights.norm.clone();
+        let sums = MlpSums {
+            norm: parents.take(1, &any),
+            gate: parents.take(2, &any),
+            up: parents.take(3, &any),
+            down: parents.take(4, &any),
+        };
+        let (dx, made) = mlp::backward(tensor(gradient), x, &weights, gate_and_up, sums);
+        parents.give(0, dx);
+        parents.give(1, made.norm);
+        for (at, matrix) in made.matrices.into_iter().enumerate() {
+            parents.give(2 + at, matrix);
+        }
+    }
+}
+
+/// Parent: what is rotated.
+#[derive(Clone, Debug)]
+struct Turn<B: Backend>(RotaryTable<B>, RowIndex<B>);
+
+impl<B: DraftGradients> Operation<B> for Turn<B> {
+    fn gradients(self, gradient: Primitive<B>, parents: &mut Parents<'_, B>) {
+        parents.give(0, B::rope_gradient(tensor(gradient), &self.0, &self.1));
+    }
+}
+
+/// Parent: what rows are taken from, with so many rows.
+#[derive(Clone, Debug)]
+struct Gather<B: Backend>(RowIndex<B>, usize);
+
+impl<B: DraftGradients> Operation<B> for Gather<B> {
+    fn gradients(self, gradient: Primitive<B>, parents: &mut Parents<'_, B>) {
+        let gradient: Tensor<B, 2> = tensor(gradient);
+        let sum = parents.take(0, &gradient);
+        parents.give(0, B::gather_rows_gradient(gradient, &self.0, self.1, sum));
+    }
+}
+
+/// Parents: what rows are placed in, and the rows.
+#[derive(Clone, Debug)]
+struct Place<B: Backend>(RowIndex<B>);
+
+impl<B: DraftGradients> Operation<B> for Place<B> {
+    fn gradients(self, gradient: Primitive<B>, parents: &mut Parents<'_, B>) {
+        let gradient: Tensor<B, 2> = tensor(gradient);
+        parents.give(1, B::gather_rows(gradient.clone(), &self.0));
+        parents.give(0, gradient);
+    }
+}
+
+/// Parents: queries, then keys by step, then values by step.
+#[derive(Clone, Debug)]
+struct Attention<B: DraftGradients> {
     operands: AttentionOperands<B>,
     plan: AttentionPlan<B>,
     kept: B::Kept,
 }
 
-impl<B: DraftGradients, const N: usize> Backward<B, N> for Attention<N> {
-    type State = AttentionState<B>;
-
-    fn backward(
-        self,
-        ops: Ops<Self::State, N>,
-        gradients: &mut Gradients,
-        _checkpointer: &mut Checkpointer,
-    ) {
-        let gradient: Tensor<B, 3> = consume!(B, gradients, ops.node);
-        let AttentionState { operands, plan, kept } = ops.state;
-        let mut parents = ops.parents.into_iter();
-        let parent_queries = parents.next().flatten();
-        let parents_keys: Vec<_> = parents.by_ref().take(N / 2).collect();
-        let parents_values: Vec<_> = parents.collect();
-        let mut earlier = EarlierSums { keys: Vec::new(), values: Vec::new() };
-        for (parent, key) in parents_keys.iter().zip(&operands.keys) {
-            let sum = parent.as_ref().and_then(|parent| take_sum!(B, gradients, parent, key));
-            earlier.keys.push(sum);
-        }
-        for (parent, value) in parents_values.iter().zip(&operands.values) {
-            let sum = parent.as_ref().and_then(|parent| take_sum!(B, gradients, parent, value));
-            earlier.values.push(sum);
-        }
+impl<B: DraftGradients> Operation<B> for Attention<B> {
+    fn gradients(self, gradient: Primitive<B>, parents: &mut Parents<'_, B>) {
+        let gradient: Tensor<B, 3> = tensor(gradient);
+        let Self { operands, plan, kept } = self;
+        let steps = operands.keys.len();
+        let mut sums = |first: usize| {
+            (first..first + steps).map(|at| parents.take(at, &gradient)).collect::<Vec<_>>()
+        };
+        let earlier = EarlierSums { keys: sums(1), values: sums(1 + steps) };
         let made = B::attend_gradients(gradient, operands, (&plan, kept), earlier);
-        register!(B, gradients, parent_queries, made.queries);
-        let both = parents_keys.into_iter().chain(parents_values);
-        for (parent, part) in both.zip(made.keys.into_iter().chain(made.values)) {
-            register!(B, gradients, parent, part);
+        parents.give(0, made.queries);
+        for (at, part) in made.keys.into_iter().chain(made.values).enumerate() {
+            parents.give(1 + at, part);
         }
     }
 }
@@ -279,55 +319,80 @@ fn attach_attention<B: DraftGradients, C: CheckpointStrategy, const N: usize>(
     plan: &AttentionPlan<B>,
 ) -> Option<Node<B>> {
     let parents = nodes.iter().map(|x| x.node.clone()).collect::<Vec<_>>().try_into().ok()?;
+    let parents: [_; N] = parents;
     let mut bare = nodes.into_iter().map(|x| tensor(x.primitive));
     let queries = bare.next()?;
     let keys = bare.by_ref().take(N / 2).collect();
     let operands = AttentionOperands { queries, keys, values: bare.collect() };
     let (output, kept) = B::attend(&operands, plan);
-    let state = AttentionState { operands, plan: plan.clone(), kept };
-    Some(attach!(Attention::<N>, B, C, parents, state, output))
+    let state = Attention { operands, plan: plan.clone(), kept };
+    Some(attach!(B, C, parents, state, output))
 }
 
-/// The gradients were made with the loss; only the factor of the loss is missing.
-#[derive(Debug)]
-struct Distillation;
+/// Parents: hidden states and head. Their gradients were made with the loss; only the factor of the
+/// loss is missing.
+#[derive(Clone, Debug)]
+struct Distillation<B: Backend>(Option<[Tensor<B, 2>; 2]>);
 
-impl<B: DraftGradients> Backward<B, 2> for Distillation {
-    type State = Option<[Tensor<B, 2>; 2]>;
-
-    fn backward(
-        self,
-        ops: Ops<Self::State, 2>,
-        gradients: &mut Gradients,
-        _checkpointer: &mut Checkpointer,
-    ) {
-        let factor: Tensor<B, 1> = consume!(B, gradients, ops.node);
-        for (parent, part) in ops.parents.into_iter().zip(ops.state.into_iter().flatten()) {
-            register!(B, gradients, parent, B::times(part, factor.clone()));
+impl<B: DraftGradients> Operation<B> for Distillation<B> {
+    fn gradients(self, gradient: Primitive<B>, parents: &mut Parents<'_, B>) {
+        let factor: Tensor<B, 1> = tensor(gradient);
+        for (at, part) in self.0.into_iter().flatten().enumerate() {
+            parents.give(at, B::times(part, factor.clone()));
         }
     }
 }
 
 impl<B: DraftGradients, C: CheckpointStrategy> DraftOps for Autodiff<B, C> {
-    fn project(x: Tensor<Self, 2>, weight: Tensor<Self, 2>) -> Tensor<Self, 2> {
-        let (x, weight) = (node(x), node(weight));
-        let state = [tensor::<B, 2>(x.primitive), tensor(weight.primitive)];
-        let output = B::project(state[0].clone(), state[1].clone());
-        wrap(attach!(Projection, B, C, [x.node, weight.node], state, output))
+    fn project_part(
+        x: Tensor<Self, 2>,
+        weight: Tensor<Self, 2>,
+        first: usize,
+        sum: Option<Tensor<Self, 2>>,
+    ) -> Tensor<Self, 2> {
+        let (x, weight, sum) = (node(x), node(weight), sum.map(node));
+        let kept =
+            Projection::<B> { x: tensor(x.primitive), weight: tensor(weight.primitive), first };
+        let product = |sum| B::project_part(kept.x.clone(), kept.weight.clone(), first, sum);
+        match sum {
+            Some(sum) => {
+                let output = product(Some(tensor(sum.primitive)));
+                wrap(attach!(B, C, [x.node, weight.node, sum.node], kept, output))
+            }
+            None => {
+                let output = product(None);
+                wrap(attach!(B, C, [x.node, weight.node], kept, output))
+            }
+        }
+    }
+
+    fn mlp(
+        x: Tensor<Self, 2>,
+        weights: MlpWeights<Self>,
+        activations: Activations,
+    ) -> Tensor<Self, 2> {
+        let MlpWeights { norm, eps, gate, up, down } = weights;
+        let (x, norm, gate) = (node(x), node(norm), node(gate));
+        let (up, down) = (node(up), node(down));
+        let parents = [x.node, norm.node, gate.node, up.node, down.node];
+        let x: Tensor<B, 2> = tensor(x.primitive);
+        let weights = MlpWeights::<B> {
+            norm: tensor(norm.primitive),
+            eps,
+            gate: tensor(gate.primitive),
+            up: tensor(up.primitive),
+            down: tensor(down.primitive),
+        };
+        let (output, made) = mlp::forward(x.clone(), &weights);
+        let gate_and_up = (activations == Activations::Keep).then_some(made);
+        wrap(attach!(B, C, parents, Mlp { x, weights, gate_and_up }, output))
     }
 
     fn rms_norm(x: Tensor<Self, 2>, weight: Tensor<Self, 1>, eps: f64) -> Tensor<Self, 2> {
         let (x, weight) = (node(x), node(weight));
-        let state = (tensor::<B, 2>(x.primitive), tensor::<B, 1>(weight.primitive), eps);
-        let output = B::rms_norm(state.0.clone(), state.1.clone(), eps);
-        wrap(attach!(Norm, B, C, [x.node, weight.node], state, output))
-    }
-
-    fn swiglu(gate: Tensor<Self, 2>, up: Tensor<Self, 2>) -> Tensor<Self, 2> {
-        let (gate, up) = (node(gate), node(up));
-        let state = [tensor::<B, 2>(gate.primitive), tensor(up.primitive)];
-        let output = B::swiglu(state[0].clone(), state[1].clone());
-        wrap(attach!(Gate, B, C, [gate.node, up.node], state, output))
+        let kept = Norm::<B> { x: tensor(x.primitive), weight: tensor(weight.primitive), eps };
+        let output = B::rms_norm(kept.x.clone(), kept.weight.clone(), eps);
+        wrap(attach!(B, C, [x.node, weight.node], kept, output))
     }
 
     fn rope(
@@ -335,17 +400,27 @@ impl<B: DraftGradients, C: CheckpointStrategy> DraftOps for Autodiff<B, C> {
         table: &RotaryTable<Self>,
         positions: &RowIndex<Self>,
     ) -> Tensor<Self, 3> {
-        let state = (bare_table(table), bare_rows(positions));
+        let kept = Turn::<B>(bare_table(table), bare_rows(positions));
         let x = node(x);
-        let output = B::rope(tensor(x.primitive), &state.0, &state.1);
-        wrap(attach!(Turn, B, C, [x.node], state, output))
+        let output: Tensor<B, 3> = B::rope(tensor(x.primitive), &kept.0, &kept.1);
+        wrap(attach!(B, C, [x.node], kept, output))
     }
 
     fn gather_rows(x: Tensor<Self, 2>, rows: &RowIndex<Self>) -> Tensor<Self, 2> {
-        let state = (bare_rows(rows), x.dims()[0]);
+        let kept = Gather::<B>(bare_rows(rows), x.dims()[0]);
         let x = node(x);
-        let output = B::gather_rows(tensor(x.primitive), &state.0);
-        wrap(attach!(Gather, B, C, [x.node], state, output))
+        let output: Tensor<B, 2> = B::gather_rows(tensor(x.primitive), &kept.0);
+        wrap(attach!(B, C, [x.node], kept, output))
+    }
+
+    fn place_rows(
+        into: Tensor<Self, 2>,
+        x: Tensor<Self, 2>,
+        places: &RowIndex<Self>,
+    ) -> Tensor<Self, 2> {
+        let (into, x, kept) = (node(into), node(x), Place::<B>(bare_rows(places)));
+        let output = B::place_rows(tensor(into.primitive), tensor(x.primitive), &kept.0);
+        wrap(attach!(B, C, [into.node, x.node], kept, output))
     }
 
     fn ttt_attention(
@@ -383,7 +458,7 @@ impl<B: DraftGradients, C: CheckpointStrategy> DraftOps for Autodiff<B, C> {
         let parents = [hidden.node, lm_head.node];
         let (hidden, lm_head) = (tensor(hidden.primitive), tensor(lm_head.primitive));
         let (states, head) = (bare(&states), bare_head(head));
-        let (made, state) = match tracked {
+        let (made, parts) = match tracked {
             true => {
                 let (made, parts) = B::distill_with_gradients(hidden, lm_head, states, &head, rows);
                 (made, Some(parts))
@@ -391,7 +466,7 @@ impl<B: DraftGradients, C: CheckpointStrategy> DraftOps for Autodiff<B, C> {
             false => (B::distill(hidden, lm_head, states, &head, rows), None),
         };
         Distilled {
-            loss: wrap(attach!(Distillation, B, C, parents, state, made.loss)),
+            loss: wrap(attach!(B, C, parents, Distillation(parts), made.loss)),
             rows: Tensor::from_inner(made.rows),
         }
     }
@@ -402,6 +477,14 @@ impl<B: DraftGradients, C: CheckpointStrategy> DraftOps for Autodiff<B, C> {
         states_at_once: usize,
     ) -> Vec<u32> {
         B::teacher_top(bare(&states), &bare_head(head), states_at_once)
+    }
+
+    fn on_device<R: Send + 'static>(device: &Self::Device, task: impl FnOnce() -> R + Send) -> R {
+        B::on_device(device, task)
+    }
+
+    fn memory(device: &Self::Device) -> Option<u64> {
+        B::memory(device)
     }
 
     fn fault(device: &Self::Device) -> Option<DeviceFault> {

@@ -8,6 +8,7 @@ pub mod cuda;
 mod flex;
 mod gradients;
 mod graph;
+mod mlp;
 pub mod plain;
 
 use std::ops::Range;
@@ -15,7 +16,7 @@ use std::sync::Arc;
 
 use burn::tensor::{Int, Tensor, TensorData, backend::Backend};
 
-pub use self::gradients::{AttentionOperands, DraftGradients, EarlierSums};
+pub use self::gradients::{AttentionOperands, DraftGradients, EarlierSums, NormSums};
 use crate::draft::Param;
 use crate::losses::LossKind;
 
@@ -167,11 +168,52 @@ pub struct AdamWState<B: Backend, const D: usize> {
     pub second: Tensor<B, D>,
 }
 
+/// Weights of an MLP and of the norm before it.
+#[derive(Clone, Debug)]
+pub struct MlpWeights<B: Backend> {
+    /// `[H]`.
+    pub norm: Tensor<B, 1>,
+    /// Added to the mean square in the norm.
+    pub eps: f64,
+    /// `[I, H]`.
+    pub gate: Tensor<B, 2>,
+    /// `[I, H]`.
+    pub up: Tensor<B, 2>,
+    /// `[H, I]`.
+    pub down: Tensor<B, 2>,
+}
+
+/// What the backward pass finds of the forward pass.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Activations {
+    /// Everything that takes a product to make.
+    #[default]
+    Keep,
+    /// Without gate and up of the MLP, which are made again.
+    Recompute,
+}
+
 /// Operations of the training step that a device may replace.
 pub trait DraftOps: Backend {
     /// `x [n, in]` times the transpose of `weight [out, in]`.
     fn project(x: Tensor<Self, 2>, weight: Tensor<Self, 2>) -> Tensor<Self, 2> {
-        plain::project(x, weight)
+        Self::project_part(x, weight, 0, None)
+    }
+
+    /// `x [n, w]` times the transpose of the columns `first..first + w` of `weight [out, in]`, on
+    /// top of `sum [n, out]`.
+    fn project_part(
+        x: Tensor<Self, 2>,
+        weight: Tensor<Self, 2>,
+        first: usize,
+        sum: Option<Tensor<Self, 2>>,
+    ) -> Tensor<Self, 2> {
+        plain::project_part(x, weight, first, sum)
+    }
+
+    /// `x [n, H]` and on top of it what an MLP makes of its norm.
+    fn mlp(x: Tensor<Self, 2>, weights: MlpWeights<Self>, _: Activations) -> Tensor<Self, 2> {
+        mlp::forward(x, &weights).0
     }
 
     /// Rows of `x [n, w]` over their root mean square, times `weight [w]`.
@@ -196,6 +238,16 @@ pub trait DraftOps: Backend {
     /// Rows of `x [m, w]` by number; numbers may repeat.
     fn gather_rows(x: Tensor<Self, 2>, rows: &RowIndex<Self>) -> Tensor<Self, 2> {
         plain::gather_rows(x, rows)
+    }
+
+    /// `into [m, w]` with the rows `places` replaced by those of `x [n, w]`. Places differ, and the
+    /// rows were zero.
+    fn place_rows(
+        into: Tensor<Self, 2>,
+        x: Tensor<Self, 2>,
+        places: &RowIndex<Self>,
+    ) -> Tensor<Self, 2> {
+        plain::place_rows(into, x, places)
     }
 
     /// Attention of one TTT step in one softmax per row and head: `queries [n, heads, d]` against
@@ -243,6 +295,17 @@ pub trait DraftOps: Backend {
     /// Sum of squares of each gradient. Waits for the device once.
     fn square_sums(gradients: &[Param<Self>]) -> Vec<f64> {
         plain::square_sums(gradients)
+    }
+
+    /// Runs `task` where calls of the device's runtime cost least. It must not wait for another
+    /// thread that uses the device.
+    fn on_device<R: Send + 'static>(_: &Self::Device, task: impl FnOnce() -> R + Send) -> R {
+        task()
+    }
+
+    /// Bytes of the device's own memory, if it has any.
+    fn memory(_device: &Self::Device) -> Option<u64> {
+        None
     }
 
     /// The first thing that went wrong on the device since the last call. Operations can't return

@@ -3,24 +3,45 @@
 
 use burn::tensor::activation::{log_softmax, sigmoid, softmax};
 use burn::tensor::backend::Backend;
-use burn::tensor::{Bool, ElementConversion, FloatDType, Int, Tensor, TensorData};
+use burn::tensor::{
+    Bool, ElementConversion, FloatDType, IndexingUpdateOp, Int, Tensor, TensorData,
+};
 
 use super::{
-    AdamWState, AdamWStep, AttentionPlan, DistillRows, Distilled, DraftOps, RotaryTable, RowIndex,
-    Segment, TeacherHead,
+    AdamWState, AdamWStep, AttentionPlan, DistillRows, Distilled, DraftOps, MlpWeights,
+    RotaryTable, RowIndex, Segment, TeacherHead,
 };
 use crate::draft::Param;
 use crate::losses::LossKind;
 
-/// See [`DraftOps::project`].
-pub fn project<B: Backend>(x: Tensor<B, 2>, weight: Tensor<B, 2>) -> Tensor<B, 2> {
-    x.matmul(weight.transpose())
+/// See [`DraftOps::project_part`].
+pub fn project_part<B: Backend>(
+    x: Tensor<B, 2>,
+    weight: Tensor<B, 2>,
+    first: usize,
+    sum: Option<Tensor<B, 2>>,
+) -> Tensor<B, 2> {
+    let [_, width] = x.dims();
+    let product = x.matmul(weight.narrow(1, first, width).transpose());
+    match sum {
+        Some(sum) => sum + product,
+        None => product,
+    }
 }
 
 /// See [`DraftOps::rms_norm`].
 pub fn rms_norm<B: Backend>(x: Tensor<B, 2>, weight: Tensor<B, 1>, eps: f64) -> Tensor<B, 2> {
     let mean_square = (x.clone() * x.clone()).mean_dim(1);
     x / (mean_square + eps).sqrt() * weight.unsqueeze()
+}
+
+/// See [`DraftOps::mlp`].
+pub fn mlp<B: Backend>(x: Tensor<B, 2>, weights: MlpWeights<B>) -> Tensor<B, 2> {
+    let MlpWeights { norm, eps, gate, up, down } = weights;
+    let normed = rms_norm(x.clone(), norm, eps);
+    let (gate, up) =
+        (project_part(normed.clone(), gate, 0, None), project_part(normed, up, 0, None));
+    project_part(swiglu(gate, up), down, 0, Some(x))
 }
 
 /// See [`DraftOps::swiglu`].
@@ -56,6 +77,15 @@ pub fn rope<B: Backend>(
 /// See [`DraftOps::gather_rows`].
 pub fn gather_rows<B: Backend>(x: Tensor<B, 2>, rows: &RowIndex<B>) -> Tensor<B, 2> {
     x.select(0, rows.tensor())
+}
+
+/// See [`DraftOps::place_rows`].
+pub fn place_rows<B: Backend>(
+    into: Tensor<B, 2>,
+    x: Tensor<B, 2>,
+    places: &RowIndex<B>,
+) -> Tensor<B, 2> {
+    into.select_assign(0, places.tensor(), x, IndexingUpdateOp::Add)
 }
 
 /// See [`DraftOps::ttt_attention`].

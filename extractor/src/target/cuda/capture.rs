@@ -82,7 +82,7 @@ impl CaptureLane {
         Ok(Self { slots, next: 0, jobs: Some(jobs), thread: Some(thread) })
     }
 
-    /// Starts to copy `bytes` from a device address, in the order of the compute stream.
+    /// Starts to copy `bytes` from a device address, in the order of the current stream.
     pub(super) fn start(
         &mut self,
         device: &Device,
@@ -115,8 +115,8 @@ impl CaptureLane {
             return Err(CudaError::Shape(format!("{bytes} bytes captured, {room} are planned")));
         }
         let snapshot = slot.snapshot.address();
-        copy_on_device(&device.compute, snapshot, address, bytes)?;
-        slot.taken.record(&device.compute).map_err(driver("record an event"))?;
+        copy_on_device(device.stream(), snapshot, address, bytes)?;
+        slot.taken.record(device.stream()).map_err(driver("record an event"))?;
         device.copy.wait(&slot.taken).map_err(driver("order streams"))?;
         let mut pinned = slot.pinned.lock().unwrap_or_else(PoisonError::into_inner);
         pinned.start_download(&device.copy, 0, (snapshot, bytes))?;
@@ -154,16 +154,9 @@ impl CudaCaptured {
     /// Waits for the rows.
     pub(super) fn wait(self) -> Result<LayerRows, CudaError> {
         let gone = || CudaError::Shape("the thread that takes captured rows has gone".to_owned());
-        let mut rows = LayerRows::default();
-        for piece in self.0 {
-            let piece = piece.recv().map_err(|_| gone())??;
-            if rows.is_empty() {
-                rows = piece;
-            } else if rows.append(piece).is_err() {
-                return Err(CudaError::Shape("pieces of two number formats".to_owned()));
-            }
-        }
-        Ok(rows)
+        let pieces = self.0.into_iter().map(|piece| piece.recv().map_err(|_| gone())?);
+        let mut pieces = pieces.collect::<Result<Vec<_>, CudaError>>()?;
+        Ok(if pieces.len() == 1 { pieces.remove(0) } else { LayerRows::Pieces(pieces) })
     }
 }
 
@@ -174,8 +167,8 @@ impl Job {
             let pinned = self.pinned.lock().unwrap_or_else(PoisonError::into_inner);
             let bytes = &pinned.as_slice()[..self.bytes];
             match self.dtype {
-                Dtype::Bf16 => LayerRows::Bf16(bytemuck::cast_slice::<u8, bf16>(bytes).to_vec()),
-                Dtype::F32 => LayerRows::F32(bytemuck::cast_slice(bytes).to_vec()),
+                Dtype::Bf16 => LayerRows::copy_bf16(bytemuck::cast_slice::<u8, bf16>(bytes)),
+                Dtype::F32 => LayerRows::copy_f32(bytemuck::cast_slice(bytes)),
             }
         });
         // Nobody listens after an error elsewhere.

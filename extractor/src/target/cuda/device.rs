@@ -26,7 +26,9 @@ pub(super) struct Device {
     /// Copies of captured rows to the host.
     pub(super) copy: Arc<CudaStream>,
     pub(super) kernels: CudaKernels,
-    pub(super) blas: Blas,
+    blas: Blas,
+    /// What runs beside the compute stream; only where ranks are several.
+    side: Option<Side>,
     /// Number format of products and activations.
     pub(super) dtype: Dtype,
     /// Waiting ends then.
@@ -34,11 +36,27 @@ pub(super) struct Device {
     pub(super) limit: Duration,
 }
 
+/// A stream beside the compute stream, on which rows cross the ranks.
+struct Side {
+    stream: Arc<CudaStream>,
+    blas: Blas,
+    /// Work goes to this stream now.
+    is_current: bool,
+    /// Of each half of a batch: its part of a sum is complete.
+    marked: [CudaEvent; 2],
+    /// Of each half: its work on this stream is done.
+    done: [CudaEvent; 2],
+}
+
 impl Device {
-    /// Opens GPU number `rank` of this process.
-    pub(super) fn open(rank: usize, dtype: Dtype, limit: Duration) -> Result<Self, TargetError> {
+    /// Opens GPU number `gpu` of this process for `rank`.
+    pub(super) fn open(
+        (rank, gpu): (usize, usize),
+        dtype: Dtype,
+        limit: Duration,
+    ) -> Result<Self, TargetError> {
         let open = |doing| move |source| TargetError::Cuda { rank, doing, source };
-        let context = kernels::cuda::context(rank).map_err(open("open the GPU"))?;
+        let context = kernels::cuda::context(gpu).map_err(open("open the GPU"))?;
         let stream = || context.new_stream().map_err(driver("make a stream"));
         let compute = stream().map_err(open("open the GPU"))?;
         // A few blocks that products wait for: they go first.
@@ -52,12 +70,86 @@ impl Device {
         let blas = Blas::new(&compute, WORKSPACE_BYTES).map_err(open("open cuBLASLt"))?;
         // Loading has no deadline.
         let deadline = Instant::now() + Duration::from_secs(365 * 24 * 3600);
-        Ok(Self { rank, context, compute, decode, copy, kernels, blas, dtype, deadline, limit })
+        Ok(Self {
+            rank,
+            context,
+            compute,
+            decode,
+            copy,
+            kernels,
+            blas,
+            side: None,
+            dtype,
+            deadline,
+            limit,
+        })
     }
 
-    /// Launches in the order of the model.
+    /// Makes what runs beside the compute stream. Its kernels go first: other ranks wait for them.
+    pub(super) fn open_side(&mut self) -> Result<Arc<CudaStream>, CudaError> {
+        let stream = get_priority_range()
+            .and_then(|(_, first)| self.context.new_stream_with_priority(first))
+            .map_err(driver("make a stream"))?;
+        self.side = Some(Side {
+            blas: Blas::new(&stream, WORKSPACE_BYTES)?,
+            stream: Arc::clone(&stream),
+            is_current: false,
+            marked: [self.event()?, self.event()?],
+            done: [self.event()?, self.event()?],
+        });
+        Ok(stream)
+    }
+
+    /// Whether work goes beside the compute stream now.
+    pub(super) fn is_aside(&self) -> bool {
+        self.side.as_ref().is_some_and(|side| side.is_current)
+    }
+
+    /// The stream that work goes to.
+    pub(super) fn stream(&self) -> &Arc<CudaStream> {
+        match &self.side {
+            Some(side) if side.is_current => &side.stream,
+            _ => &self.compute,
+        }
+    }
+
+    /// Products on that stream.
+    pub(super) fn products(&mut self) -> &mut Blas {
+        match &mut self.side {
+            Some(side) if side.is_current => &mut side.blas,
+            _ => &mut self.blas,
+        }
+    }
+
+    /// What the compute stream has been given of a half is what [`Device::go_aside`] waits for.
+    pub(super) fn mark(&self, half: usize) -> Result<(), CudaError> {
+        let Some(side) = &self.side else { return Ok(()) };
+        side.marked[half].record(&self.compute).map_err(driver("record an event"))
+    }
+
+    /// Work goes beside the compute stream, after what was marked.
+    pub(super) fn go_aside(&mut self, half: usize) -> Result<(), CudaError> {
+        let Some(side) = &mut self.side else { return Ok(()) };
+        side.is_current = true;
+        side.stream.wait(&side.marked[half]).map_err(driver("order streams"))
+    }
+
+    /// Work goes to the compute stream again.
+    pub(super) fn come_back(&mut self, half: usize) -> Result<(), CudaError> {
+        let Some(side) = &mut self.side else { return Ok(()) };
+        side.is_current = false;
+        side.done[half].record(&side.stream).map_err(driver("record an event"))
+    }
+
+    /// The compute stream waits for what went beside it.
+    pub(super) fn join(&self, half: usize) -> Result<(), CudaError> {
+        let Some(side) = &self.side else { return Ok(()) };
+        self.compute.wait(&side.done[half]).map_err(driver("order streams"))
+    }
+
+    /// Launches on the stream that work goes to.
     pub(super) fn launch(&self) -> Launcher<'_> {
-        self.kernels.on(&self.compute)
+        self.kernels.on(self.stream())
     }
 
     /// Names what was being done in an error.
@@ -75,10 +167,10 @@ impl Device {
         self.context.new_event(None).map_err(driver("make an event"))
     }
 
-    /// Waits for all work on the compute stream.
+    /// Waits for all work on the stream that work goes to.
     pub(super) fn settle(&self, doing: &'static str) -> Result<(), TargetError> {
         let event = self.doing(doing, self.event())?;
-        self.doing(doing, event.record(&self.compute).map_err(driver("record an event")))?;
+        self.doing(doing, event.record(self.stream()).map_err(driver("record an event")))?;
         self.wait(doing, &event)
     }
 

@@ -1,27 +1,25 @@
-//! Routed experts on a GPU: weights stay packed; each expert is decoded when its turn comes, while
-//! others multiply. Only the counts of rows come to the host.
+//! Routed experts on a GPU: weights stay packed, and are decoded inside the products where there is
+//! a kernel for that ([`super::grouped`]), else one expert after the other ([`super::lanes`]).
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::ops::Range;
 
-use kernels::cuda::cudarc::driver::{CudaEvent, CudaStream};
 use kernels::cuda::{
-    Blas, CudaError, DeviceBuffer, DeviceMatrix, DeviceVector, Dtype, Fp8BlockWeight, Int4Weight,
-    Launcher, Nvfp4Weight, PinnedBuffer, Product,
+    CudaError, DeviceBuffer, DeviceMatrix, DeviceVector, Dtype, EXPERT_ALIGN, ExpertWeights,
+    Fp8BlockWeight, Int4Weight, Launcher, Nvfp4Weight, copy_on_device,
 };
 
 use super::device::{Device, driver};
-use super::gemm::WORKSPACE_BYTES;
+use super::grouped::Grouped;
+use super::lanes::Lanes;
 use super::routing::Routing;
 use crate::target::error::TargetError;
 use crate::target::weights::PackedFormat;
 
-/// Experts under way at the same time.
-pub(super) const LANES: usize = 3;
 /// Blocks that decode weights, one a multiprocessor of an H200. Fewer would leave the others to
 /// products, but were slower: the products of an expert then wait for its weights.
 const DECODING: usize = 132;
 /// Rows of every expert start at a multiple of this, so that products of many sizes share plans.
-pub(super) const ROW_ALIGN: usize = 32;
+pub(super) const ROW_ALIGN: usize = EXPERT_ALIGN;
 /// Side of the blocks that share a factor in FP8.
 const FP8_BLOCK: usize = 128;
 
@@ -48,7 +46,7 @@ pub(in crate::target) struct CudaExperts {
 impl Stack {
     /// `count` matrices from number `first` on, as one [count * out, in] in the format of
     /// products: where it is, or decoded into the start of `room`.
-    fn decoded(
+    pub(super) fn decoded(
         &self,
         launch: &Launcher<'_>,
         (first, count): (usize, usize),
@@ -77,6 +75,43 @@ impl Stack {
         let converted = room.matrix(whole, dtype);
         launch.copy(&converted, &matrix)?;
         Ok(converted)
+    }
+
+    /// Puts codes and scales in the order in which products that decode them want them; `parts`
+    /// neighbouring matrices, gate and up, become one.
+    pub(super) fn order(&self, device: &Device, parts: usize) -> Result<(), CudaError> {
+        let PackedFormat::Int4 { group } = self.format else { return Ok(()) };
+        let [out, input] = self.dims;
+        let dims = [parts * out, input];
+        let (codes, scales) = (self.format.code_bytes(dims), self.format.scale_bytes(dims));
+        let stream = &device.compute;
+        let room = DeviceBuffer::new(&device.context, codes + scales)?;
+        let from = Int4Weight {
+            packed: DeviceVector::new(room.address(), codes / 4),
+            scale: DeviceVector::new(room.address() + codes as u64, scales / 2),
+            group,
+        };
+        for index in 0..self.factors.len() / parts {
+            let code = self.codes.address() + (index * codes) as u64;
+            let scale = self.scales.address() + (index * scales) as u64;
+            copy_on_device(stream, from.packed.address, code, codes)?;
+            copy_on_device(stream, from.scale.address, scale, scales)?;
+            let to = (DeviceVector::new(code, codes / 4), DeviceVector::new(scale, scales / 2));
+            device.launch().order_int4(to, &from, dims, parts > 1)?;
+        }
+        stream.synchronize().map_err(driver("order the experts"))
+    }
+
+    /// The matrices after [`Stack::order`].
+    pub(super) fn ordered(&self, parts: usize) -> ExpertWeights {
+        let [out, input] = self.dims;
+        ExpertWeights {
+            codes: self.codes.vector(self.codes.bytes() / 4),
+            scales: self.scales.vector(self.scales.bytes() / 2),
+            experts: self.factors.len() / parts,
+            out: parts * out,
+            input,
+        }
     }
 
     fn decode(
@@ -136,6 +171,8 @@ pub(super) struct ExpertSizes {
     pub(super) top_k: usize,
     /// Experts of the model.
     pub(super) num_experts: usize,
+    /// Whether the weights of all layers are decoded inside the products.
+    pub(super) grouped: bool,
 }
 
 impl ExpertSizes {
@@ -145,92 +182,26 @@ impl ExpertSizes {
         chosen + self.held.min(chosen) * (ROW_ALIGN - 1)
     }
 
-    /// Values of each of the work buffers for batches of `rows`: decoded gate and up, decoded
-    /// down, inputs, gates and ups, activations (one a lane), outputs.
-    pub(super) fn work(&self, rows: usize) -> [usize; 6] {
-        let (rows, all) = (rows.next_multiple_of(ROW_ALIGN), self.grouped_rows(rows));
-        let Self { columns, hidden, .. } = *self;
-        [
-            2 * columns * hidden,
-            hidden * columns,
-            rows * hidden,
-            rows * 2 * columns,
-            rows * columns,
-            all * hidden,
-        ]
+    /// Values of the work buffers for batches of `rows`.
+    pub(super) fn work(&self, rows: usize) -> usize {
+        match self.grouped {
+            true => Grouped::values(self, rows).iter().sum(),
+            false => Lanes::values(self, rows),
+        }
     }
 }
 
 /// Buffers of the experts' work, taken once.
 pub(super) struct ExpertWork {
     sizes: ExpertSizes,
-    lanes: Vec<Lane>,
-    outputs: DeviceBuffer,
-    /// Rows a held expert, on the host.
-    counts: Mutex<PinnedBuffer>,
-    /// The rows are grouped, and their counts are on the host.
-    grouped: CudaEvent,
+    way: Way,
+    /// What the last run computed.
+    outputs: Option<DeviceMatrix>,
 }
 
-/// One expert at a time, from gathered rows to outputs, on a stream of its own: what one expert
-/// leaves idle of the GPU, another uses.
-struct Lane {
-    stream: Arc<CudaStream>,
-    blas: Blas,
-    gate_up: DeviceBuffer,
-    down: DeviceBuffer,
-    input: DeviceBuffer,
-    both: DeviceBuffer,
-    activation: DeviceBuffer,
-    decoded: CudaEvent,
-    done: CudaEvent,
-}
-
-impl Lane {
-    fn new(device: &Device, sizes: [usize; 5]) -> Result<Self, CudaError> {
-        let take = |bytes| DeviceBuffer::new(&device.context, bytes);
-        let stream = device.context.new_stream().map_err(driver("make a stream"))?;
-        let [gate_up, down, input, both, activation] = sizes;
-        Ok(Self {
-            blas: Blas::new(&stream, WORKSPACE_BYTES)?,
-            stream,
-            gate_up: take(gate_up)?,
-            down: take(down)?,
-            input: take(input)?,
-            both: take(both)?,
-            activation: take(activation)?,
-            decoded: device.event()?,
-            done: device.event()?,
-        })
-    }
-
-    /// Brings one expert on the way: gathers its rows of `x`, decodes its weights, multiplies.
-    fn expert(
-        &mut self,
-        device: &Device,
-        (out, x): (&DeviceMatrix, &DeviceMatrix),
-        sources: DeviceVector<u32>,
-        (experts, index): (&CudaExperts, usize),
-    ) -> Result<(), CudaError> {
-        let (dtype, rows, hidden) = (device.dtype, out.rows, out.cols);
-        let launch = device.kernels.on(&device.decode);
-        device.decode.wait(&self.done).map_err(driver("order streams"))?;
-        let gate_up = experts.gate_up.decoded(&launch, (2 * index, 2), &self.gate_up, dtype)?;
-        let down = experts.down.decoded(&launch, (index, 1), &self.down, dtype)?;
-        self.decoded.record(&device.decode).map_err(driver("record an event"))?;
-        let launch = device.kernels.on(&self.stream);
-        launch.gather_rows(&self.input.matrix([sources.len, hidden], dtype), x, sources)?;
-        self.stream.wait(&self.decoded).map_err(driver("order streams"))?;
-        let columns = gate_up.rows / 2;
-        let both = self.both.matrix([rows, 2 * columns], dtype);
-        let input = self.input.matrix([rows, hidden], dtype);
-        self.blas.matmul(&both, &input, &gate_up, Product::LINEAR)?;
-        let activation = self.activation.matrix([rows, columns], dtype);
-        let (gate, up) = (both.columns(0..columns), both.columns(columns..2 * columns));
-        launch.silu_mul(&activation, &gate, &up)?;
-        self.blas.matmul(out, &activation, &down, Product::LINEAR)?;
-        self.done.record(&self.stream).map_err(driver("record an event"))
-    }
+enum Way {
+    Grouped(Grouped),
+    Lanes(Lanes),
 }
 
 impl ExpertWork {
@@ -239,20 +210,12 @@ impl ExpertWork {
         sizes: ExpertSizes,
         rows: usize,
     ) -> Result<Self, TargetError> {
-        let work = sizes.work(rows).map(|values| values * device.dtype.size());
-        let [gate_up, down, input, both, activation, outputs] = work;
-        let lane = [gate_up, down, input, both, activation];
-        let make = || {
-            let lanes = (0..LANES).map(|_| Lane::new(device, lane));
-            Ok(Self {
-                sizes,
-                lanes: lanes.collect::<Result<_, CudaError>>()?,
-                outputs: DeviceBuffer::new(&device.context, outputs)?,
-                counts: Mutex::new(PinnedBuffer::new(&device.context, sizes.held * 4)?),
-                grouped: device.event()?,
-            })
+        let way = match sizes.grouped {
+            true => Grouped::new(device, sizes, rows).map(Way::Grouped),
+            false => Lanes::new(device, sizes, rows).map(Way::Lanes),
         };
-        device.doing("take memory for the experts", make())
+        let way = device.doing("take memory for the experts", way)?;
+        Ok(Self { sizes, way, outputs: None })
     }
 
     /// Sizes that the buffers were taken for.
@@ -260,82 +223,53 @@ impl ExpertWork {
         self.sizes
     }
 
-    /// Starts to bring the counts of `routing` to the host. What the compute stream is given
-    /// after this runs beside the experts.
+    /// Starts to bring the counts of a routing to the host, where they are needed there.
     pub(super) fn start_counts(
         &self,
         device: &Device,
         counts: DeviceVector<u32>,
     ) -> Result<(), CudaError> {
-        let mut pinned = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
-        pinned.start_download(&device.compute, 0, (counts.address, counts.len * 4))?;
-        self.grouped.record(&device.compute).map_err(driver("record an event"))
-    }
-
-    fn counts(&self, device: &Device) -> Result<Vec<usize>, TargetError> {
-        device.wait("wait for the counts of the experts", &self.grouped)?;
-        let pinned = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
-        let (counts, _) = pinned.as_slice().as_chunks::<4>();
-        Ok(counts.iter().map(|&count| u32::from_le_bytes(count) as usize).collect())
-    }
-
-    /// `out += sum of weight * expert(x)` over the held experts. `x` is what it was when the
-    /// counts were asked for.
-    pub(super) fn run(
-        &mut self,
-        device: &Device,
-        (out, x): (&DeviceMatrix, &DeviceMatrix),
-        routing: &Routing,
-        experts: &CudaExperts,
-    ) -> Result<(), TargetError> {
-        let counts = self.counts(device)?;
-        let total: usize = counts.iter().sum();
-        let most = x.rows * self.sizes.top_k.min(self.sizes.held);
-        if total > most || counts.iter().any(|&count| count > x.rows) {
-            return Err(TargetError::Reply {
-                rank: device.rank,
-                found: format!("{total} rows for the experts"),
-                expected: format!("at most {most} of {} rows", x.rows),
-            });
+        match &self.way {
+            Way::Grouped(_) => Ok(()),
+            Way::Lanes(lanes) => lanes.start_counts(device, counts),
         }
-        let result = self.enqueue(device, x, routing, (experts, &counts)).and_then(|()| {
-            let outputs = self.outputs(device, 0..self.sizes.grouped_rows(x.rows));
-            let (places, weights) = (routing.permutation.places, routing.views.weights);
-            device.launch().combine(out, &outputs, places, weights)
-        });
-        device.doing("multiply with the experts", result)
     }
 
-    fn enqueue(
+    /// Computes the held experts of the rows of `x` that chose them, for
+    /// [`ExpertWork::combine`]. `x` is what it was when the counts were asked for.
+    pub(super) fn run(
         &mut self,
         device: &Device,
         x: &DeviceMatrix,
         routing: &Routing,
-        (experts, counts): (&CudaExperts, &[usize]),
-    ) -> Result<(), CudaError> {
-        for lane in &self.lanes {
-            lane.stream.wait(&self.grouped).map_err(driver("order streams"))?;
-        }
-        let (mut start, mut turn) = (0, 0);
-        for (expert, &count) in counts.iter().enumerate() {
-            if count == 0 {
-                continue;
+        experts: &CudaExperts,
+    ) -> Result<(), TargetError> {
+        let outputs = match &mut self.way {
+            Way::Lanes(lanes) => lanes.run(device, x, routing, experts)?,
+            Way::Grouped(grouped) => {
+                let outputs = grouped.run(device, x, routing, experts);
+                device.doing("multiply with the experts", outputs)?
             }
-            let sources = routing.permutation.sources.range(start..start + count);
-            let end = start + count.next_multiple_of(ROW_ALIGN);
-            let out = self.outputs(device, start..end);
-            self.lanes[turn % LANES].expert(device, (&out, x), sources, (experts, expert))?;
-            (start, turn) = (end, turn + 1);
-        }
-        for lane in &self.lanes {
-            device.compute.wait(&lane.done).map_err(driver("order streams"))?;
-        }
+        };
+        self.outputs = Some(outputs);
         Ok(())
     }
 
-    fn outputs(&self, device: &Device, rows: std::ops::Range<usize>) -> DeviceMatrix {
-        let hidden = self.sizes.hidden;
-        self.outputs.matrix([rows.end, hidden], device.dtype).row_range(rows)
+    /// `out += sum of weight * expert(x)` for `rows` of those of the last run.
+    pub(super) fn combine(
+        &self,
+        device: &Device,
+        out: &DeviceMatrix,
+        routing: &Routing,
+        rows: Range<usize>,
+    ) -> Result<(), CudaError> {
+        let Some(outputs) = &self.outputs else {
+            return Err(CudaError::Shape("experts summed before they are computed".to_owned()));
+        };
+        let choices = rows.start * self.sizes.top_k..rows.end * self.sizes.top_k;
+        let places = routing.permutation.places.range(choices.clone());
+        let weights = routing.views.weights.range(choices);
+        device.launch().combine(out, outputs, places, weights)
     }
 }
 
@@ -347,8 +281,15 @@ mod tests {
     #[test]
     fn aligned_outputs_stay_inside() {
         for (rows, held, top_k) in [(1, 4, 2), (7, 3, 2), (100, 48, 8), (4096, 48, 8), (50, 1, 1)] {
-            let sizes =
-                ExpertSizes { first: 0, held, columns: 8, hidden: 4, top_k, num_experts: 384 };
+            let sizes = ExpertSizes {
+                first: 0,
+                held,
+                columns: 8,
+                hidden: 4,
+                top_k,
+                num_experts: 384,
+                grouped: false,
+            };
             let room = sizes.grouped_rows(rows);
             // As many experts as may be chosen hold every row, or all hold about as many.
             let chosen = top_k.min(held);

@@ -9,7 +9,7 @@ use kernels::cuda::{Blas, CudaError, DeviceBuffer, DeviceMatrix, Dtype, Product}
 use super::CudaOps;
 use super::buffer::{CudaBuffer, CudaLinear};
 use super::device::driver;
-use crate::target::ops::Write;
+use crate::target::ops::{Rows, Write};
 
 /// What cuBLASLt wants on Hopper.
 pub(super) const WORKSPACE_BYTES: usize = 32 << 20;
@@ -30,11 +30,13 @@ impl CudaOps {
     pub(super) fn product(
         &mut self,
         out: &mut CudaBuffer,
-        x: &CudaBuffer,
+        Rows { of: x, range }: Rows<'_, CudaBuffer>,
         weight: &CudaLinear,
         write: Write,
     ) -> Result<(), CudaError> {
-        let rows = x.len() / weight.input.max(1);
+        let input = weight.input;
+        let range = range.unwrap_or(0..x.len() / input.max(1));
+        let (first, rows) = (range.start, range.len());
         let product = match write {
             Write::Set => {
                 out.set_len(rows * weight.out)?;
@@ -44,12 +46,13 @@ impl CudaOps {
         };
         // Few rows, or buffers that grow, have no room for padding.
         let padded = padded_rows(rows);
-        let views = x.padded(padded, weight.input).and_then(|x| {
+        let views = x.padded(first + padded, input).and_then(|x| {
             let out = out.padded(padded, weight.out)?;
-            Ok((out, x))
+            Ok((out, x.row_range(first..first + padded)))
         });
-        let (out, x) = views.unwrap_or((out.rows(weight.out), x.rows(weight.input)));
-        self.device.blas.matmul(&out, &x, &weight.matrix(), product)
+        let exact = || (out.rows(weight.out), x.rows(input).row_range(range));
+        let (out, x) = views.unwrap_or_else(|_| exact());
+        self.device.products().matmul(&out, &x, &weight.matrix(), product)
     }
 }
 

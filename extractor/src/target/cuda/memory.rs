@@ -7,8 +7,10 @@ use kernels::cuda::Dtype;
 
 use super::capture;
 use super::device::{Device, driver};
-use super::experts::{ExpertSizes, LANES};
+use super::experts::ExpertSizes;
 use super::gemm::{WORKSPACE_BYTES, padded_rows};
+use super::grouped::Grouped;
+use super::lanes::LANES;
 use super::routing::RoutingMemory;
 use super::weights::expert_formats;
 use crate::target::error::TargetError;
@@ -27,10 +29,14 @@ const LIBRARIES: u64 = 1 << 30;
 pub(super) struct Load<'a> {
     pub(super) spec: &'a TargetSpec,
     pub(super) plan: &'a RankPlan,
+    /// Ranks that rows are exchanged with, itself one; a bench has fewer than the plan.
+    pub(super) ranks: usize,
     pub(super) source: &'a Source,
     pub(super) dtype: Dtype,
     /// Tokens of the largest batch.
     pub(super) tokens: usize,
+    /// Whether the device has products of experts that decode INT4.
+    pub(super) decodes: bool,
 }
 
 /// Bytes by use.
@@ -46,22 +52,22 @@ impl MemoryPlan {
         let tokens = load.tokens;
         let size = load.dtype.size();
         if let Some(moe) = &load.spec.moe {
-            let sizes = expert_sizes(load.spec, moe, load.plan);
+            let sizes = expert_sizes(load, moe);
             lines.push(("experts", expert_weights(load, moe)));
-            let work = sizes.work(tokens);
-            let lanes = [LANES, LANES, LANES, LANES, LANES, 1];
-            let values: usize = work.iter().zip(lanes).map(|(n, lanes)| n * lanes).sum();
-            lines.push(("work of the experts", (values * size) as u64));
+            lines.push(("work of the experts", (sizes.work(tokens) * size) as u64));
+            if !sizes.grouped {
+                lines.push(("workspace of experts", (LANES * WORKSPACE_BYTES) as u64));
+            }
             let choice: usize = RoutingMemory::values(&sizes, tokens).iter().sum();
             lines.push(("choice of experts", choice as u64 * 4));
         }
-        let rooms = rooms(load.spec, load.plan).0;
+        let rooms = rooms(load.spec, load.plan, load.ranks).0;
         let rooms = rooms.into_iter().filter(|room| room.width > 0);
         lines.extend(rooms.map(|room| (room.name, room_bytes(&room, load.dtype, tokens))));
         let share = tokens.div_ceil(load.plan.world_size) * load.spec.hidden_size * size;
         lines.push(("captured rows", (capture::piece(share) * capture::SLOTS) as u64));
         lines.push(("positions and ids", inputs(load.spec, tokens).iter().sum::<usize>() as u64));
-        let products = if load.spec.moe.is_some() { 1 + LANES } else { 1 };
+        let products = 1 + usize::from(load.ranks > 1);
         lines.push(("workspace of products", (products * WORKSPACE_BYTES) as u64));
         lines.push(("kernels and libraries", LIBRARIES));
         Self { tokens, lines }
@@ -120,7 +126,7 @@ fn room_bytes(room: &Room, dtype: Dtype, tokens: usize) -> u64 {
 
 /// Values of a buffer for batches of `tokens`; padding of products included.
 pub(super) fn room_values(room: &Room, tokens: usize) -> usize {
-    room.width * padded_rows(tokens)
+    room.width * padded_rows(tokens.div_ceil(room.ranks))
 }
 
 /// Number format of a buffer on this device.
@@ -143,14 +149,40 @@ pub(super) fn inputs(spec: &TargetSpec, tokens: usize) -> [usize; 10] {
 }
 
 /// Sizes of the routed experts on one rank.
-pub(super) fn expert_sizes(spec: &TargetSpec, moe: &MoeSpec, plan: &RankPlan) -> ExpertSizes {
+pub(super) fn expert_sizes(load: &Load<'_>, moe: &MoeSpec) -> ExpertSizes {
+    let Load { spec, plan, .. } = load;
+    let (columns, hidden) = (plan.expert_columns.len(), spec.hidden_size);
+    let mut formats = expert_layers(load, moe);
     ExpertSizes {
         first: plan.experts.start,
         held: plan.experts.len(),
-        columns: plan.expert_columns.len(),
-        hidden: spec.hidden_size,
+        columns,
+        hidden,
         top_k: moe.top_k,
         num_experts: moe.num_experts,
+        grouped: load.decodes && formats.all(|formats| Grouped::fits(formats, columns, hidden)),
+    }
+}
+
+/// Formats of the experts of every layer that has some.
+fn expert_layers<'a>(
+    load: &'a Load<'_>,
+    moe: &MoeSpec,
+) -> impl Iterator<Item = [PackedFormat; 2]> + use<'a> {
+    let share = expert_share(load, moe);
+    let layers = (0..load.spec.num_layers).filter(|&layer| load.spec.is_moe_layer(layer));
+    layers.map(move |layer| {
+        let prefix = format!("model.layers.{layer}.mlp.experts");
+        expert_formats(load.source, &prefix, &share, load.dtype)
+    })
+}
+
+fn expert_share(load: &Load<'_>, moe: &MoeSpec) -> ExpertShare {
+    ExpertShare {
+        experts: load.plan.experts.clone(),
+        columns: load.plan.expert_columns.clone(),
+        width: moe.intermediate_size,
+        hidden: load.spec.hidden_size,
     }
 }
 
@@ -195,24 +227,12 @@ fn dense_weights(load: &Load<'_>) -> u64 {
 }
 
 fn expert_weights(load: &Load<'_>, moe: &MoeSpec) -> u64 {
-    let Load { spec, plan, source, dtype, .. } = *load;
-    let share = ExpertShare {
-        experts: plan.experts.clone(),
-        columns: plan.expert_columns.clone(),
-        width: moe.intermediate_size,
-        hidden: spec.hidden_size,
-    };
-    let layers = (0..spec.num_layers).filter(|&layer| spec.is_moe_layer(layer));
-    let bytes = layers.map(|layer| {
-        let prefix = format!("model.layers.{layer}.mlp.experts");
-        let [gate_up, down] = expert_formats(source, &prefix, &share, dtype);
-        let (columns, hidden) = (share.columns.len(), share.hidden);
-        let matrix =
-            |format: PackedFormat, dims| format.code_bytes(dims) + format.scale_bytes(dims);
-        let expert = 2 * matrix(gate_up, [columns, hidden]) + matrix(down, [hidden, columns]);
-        share.experts.len() * expert
+    let (columns, hidden) = (load.plan.expert_columns.len(), load.spec.hidden_size);
+    let matrix = |format: PackedFormat, dims| format.code_bytes(dims) + format.scale_bytes(dims);
+    let bytes = expert_layers(load, moe).map(|[gate_up, down]| {
+        2 * matrix(gate_up, [columns, hidden]) + matrix(down, [hidden, columns])
     });
-    bytes.sum::<usize>() as u64
+    (load.plan.experts.len() * bytes.sum::<usize>()) as u64
 }
 
 #[cfg(test)]
@@ -237,7 +257,8 @@ mod tests {
         let plans = options.plans(&spec).unwrap();
         let plan = |plan| {
             let dtype = Dtype::Bf16;
-            MemoryPlan::new(&Load { spec: &spec, plan, source: &source, dtype, tokens })
+            let (decodes, ranks, source) = (false, tp, &source);
+            MemoryPlan::new(&Load { spec: &spec, plan, ranks, source, dtype, tokens, decodes })
         };
         (stored(&dir), plans.iter().map(plan).collect())
     }

@@ -1,5 +1,5 @@
 //! The device functions on an NVIDIA GPU. Memory is taken when the model is loaded, by a plan that
-//! is checked first. Knows nothing of layers; sums across GPUs are in [`nccl`].
+//! is checked first. Knows nothing of layers; rows cross GPUs in [`nccl`] or [`peers`].
 
 mod attention;
 mod buffer;
@@ -8,26 +8,27 @@ mod clock;
 mod device;
 mod experts;
 mod gemm;
+mod grouped;
 mod inputs;
+mod lanes;
 mod memory;
 mod nccl;
+mod peers;
 mod rank;
 mod routing;
+mod rows;
 mod weights;
 
 use std::ops::Range;
 
-use kernels::cuda::{
-    DeviceBuffer, DeviceHeads, DeviceMatrix, DeviceVector, Dtype, LatentHeads, RopeView,
-    copy_on_device, download, upload,
-};
+use kernels::cuda::{DeviceMatrix, DeviceVector, Dtype, copy_on_device, download, upload};
 
 use self::buffer::{CudaBuffer, CudaLinear};
 use self::capture::{CaptureLane, CudaCaptured};
 use self::clock::EventClock;
 use self::device::Device;
 use self::experts::{CudaExperts, ExpertWork};
-use self::inputs::Inputs;
+use self::inputs::{CudaRope, Inputs};
 use self::memory::{Load, MemoryPlan, precision, room_values};
 pub(super) use self::rank::{ceiling, start, start_shape};
 use self::routing::{Routing, RoutingMemory};
@@ -35,7 +36,8 @@ use self::weights::{Loader, Progress};
 use super::error::TargetError;
 use super::model::{Stage, StageTimes};
 use super::ops::{
-    AttentionDims, ExpertShare, LatentDims, Ops, Room, RouteRule, RouterChoice, Write,
+    AttentionDims, ExpertShare, LatentDims, Norm, Ops, Parts, Room, RouteRule, RouterChoice, Rows,
+    Write,
 };
 use super::source::Source;
 use super::spec::RopeSpec;
@@ -55,16 +57,6 @@ pub(super) struct CudaOps {
     progress: Progress,
 }
 
-/// Angles of the rows of one forward; they lie in [`Inputs`].
-#[derive(Clone, Copy, Debug)]
-pub(super) struct CudaRope {
-    /// First row of the batch.
-    first: usize,
-    rows: usize,
-    pairs: usize,
-    interleaved: bool,
-}
-
 impl CudaOps {
     /// Takes the memory of `load`, if there is enough.
     fn new(device: Device, load: &Load<'_>) -> Result<Self, TargetError> {
@@ -73,7 +65,7 @@ impl CudaOps {
         let tokens = load.tokens;
         let inputs = device.doing("take memory for a batch", Inputs::new(&device, load))?;
         let sizes = load.spec.moe.as_ref();
-        let sizes = sizes.map(|moe| memory::expert_sizes(load.spec, moe, load.plan));
+        let sizes = sizes.map(|moe| memory::expert_sizes(load, moe));
         let (routing, experts) = match sizes {
             None => (None, None),
             Some(sizes) => {
@@ -90,7 +82,8 @@ impl CudaOps {
     }
 
     fn loader<'a>(&'a mut self, source: &'a Source) -> Loader<'a> {
-        Loader { device: &self.device, source, progress: &mut self.progress }
+        let grouped = self.experts.as_ref().is_some_and(|work| work.sizes().grouped);
+        Loader { device: &self.device, source, grouped, progress: &mut self.progress }
     }
 
     fn fits(&self, tokens: usize) -> Result<(), TargetError> {
@@ -117,8 +110,6 @@ impl Ops for CudaOps {
     type GateUp = CudaLinear;
     type Captured = CudaCaptured;
 
-    const SHARES_CAPTURE: bool = true;
-
     fn buffer(&mut self, room: Room) -> Result<CudaBuffer, TargetError> {
         let capacity = (room.width > 0).then(|| room_values(&room, self.tokens));
         let dtype = precision(room.precision, self.device.dtype);
@@ -144,7 +135,7 @@ impl Ops for CudaOps {
     ) -> Result<Vec<f32>, TargetError> {
         const DOING: &str = "copy values to the host";
         self.device.settle(DOING)?;
-        let (address, stream) = (buffer.address(), &self.device.compute);
+        let (address, stream) = (buffer.address(), self.device.stream());
         let values = match buffer.dtype() {
             Dtype::F32 => {
                 download(stream, DeviceVector::<f32>::new(address, buffer.len()).range(range))
@@ -180,6 +171,9 @@ impl Ops for CudaOps {
     }
 
     fn lap(&mut self, stage: Stage) -> Result<(), TargetError> {
+        if self.device.is_aside() {
+            return Ok(());
+        }
         let recorded = self.clock.lap(stage, &self.device.compute);
         self.device.doing("time a stage", recorded)
     }
@@ -189,7 +183,7 @@ impl Ops for CudaOps {
         if let Some(last) = self.clock.last() {
             self.device.wait(DOING, last)?;
         }
-        self.device.doing(DOING, self.clock.times())
+        self.device.doing(DOING, self.clock.times(self.device.rank))
     }
 
     fn load_linear(
@@ -237,24 +231,11 @@ impl Ops for CudaOps {
         positions: &[u32],
         first: usize,
     ) -> Result<CudaRope, TargetError> {
-        let (rows, pairs) = (positions.len(), spec.dim / 2);
-        let own = first..first + rows;
-        self.fits(own.end)?;
-        let Self { device, inputs, .. } = self;
-        let table = |table: &DeviceBuffer| table.matrix([inputs.limit, pairs], Dtype::F32);
-        let angles =
-            |out: &DeviceBuffer| out.matrix([own.end, pairs], Dtype::F32).row_range(own.clone());
-        let sources = inputs.positions.vector(own.end).range(own.clone());
-        let launch = device.launch();
-        let result = upload(&device.compute, sources.address, positions)
-            .and_then(|()| {
-                launch.gather_rows(&angles(&inputs.cos), &table(&inputs.cos_table), sources)
-            })
-            .and_then(|()| {
-                launch.gather_rows(&angles(&inputs.sin), &table(&inputs.sin_table), sources)
-            });
-        device.doing("look up rotary angles", result)?;
-        Ok(CudaRope { first, rows, pairs, interleaved: spec.interleaved })
+        let rope = CudaRope::new(spec, first, positions.len());
+        self.fits(rope.end())?;
+        let found = self.inputs.look_up(&self.device, &rope, positions);
+        self.device.doing("look up rotary angles", found)?;
+        Ok(rope)
     }
 
     fn embed(
@@ -274,24 +255,15 @@ impl Ops for CudaOps {
         device.doing("embed", result)
     }
 
-    fn rms_norm(
-        &mut self,
-        out: &mut CudaBuffer,
-        x: &CudaBuffer,
-        weight: &CudaBuffer,
-        eps: f32,
-    ) -> Result<(), TargetError> {
-        let (device, width) = (&self.device, weight.len());
-        let result = out.set_len(x.len()).and_then(|()| {
-            device.launch().rms_norm(&out.rows(width), &x.rows(width), weight.floats(), eps)
-        });
-        device.doing("norm", result)
+    fn rms_norm(&mut self, x: &CudaBuffer, norm: Norm<'_, CudaBuffer>) -> Result<(), TargetError> {
+        let normed = self.device.rms_norm(x, norm);
+        self.device.doing("norm", normed)
     }
 
     fn matmul(
         &mut self,
         out: &mut CudaBuffer,
-        x: &CudaBuffer,
+        x: Rows<'_, CudaBuffer>,
         weight: &CudaLinear,
         write: Write,
     ) -> Result<(), TargetError> {
@@ -318,15 +290,39 @@ impl Ops for CudaOps {
         device.doing("set to zero", result)
     }
 
-    fn add(&mut self, x: &mut CudaBuffer, y: &CudaBuffer) -> Result<(), TargetError> {
-        let result = self.device.launch().add(&elements(x), &elements(y));
-        self.device.doing("add", result)
+    fn add_parts(
+        &mut self,
+        x: &mut CudaBuffer,
+        parts: &Parts<'_, CudaBuffer>,
+        write: Write,
+        norm: Option<Norm<'_, CudaBuffer>>,
+    ) -> Result<(), TargetError> {
+        let added = self.device.add_parts(x, parts, write, norm);
+        self.device.doing("add the parts of a sum", added)
+    }
+
+    fn mark(&mut self, half: usize) -> Result<(), TargetError> {
+        self.device.doing("mark the end of a part", self.device.mark(half))
+    }
+
+    fn aside(&mut self, half: usize) -> Result<(), TargetError> {
+        let ordered = self.device.go_aside(half);
+        self.device.doing("order streams", ordered)
+    }
+
+    fn abreast(&mut self, half: usize) -> Result<(), TargetError> {
+        let ordered = self.device.come_back(half);
+        self.device.doing("order streams", ordered)
+    }
+
+    fn join(&mut self, half: usize) -> Result<(), TargetError> {
+        self.device.doing("order streams", self.device.join(half))
     }
 
     fn gated(
         &mut self,
         (out, work): (&mut CudaBuffer, &mut CudaBuffer),
-        x: &CudaBuffer,
+        x: Rows<'_, CudaBuffer>,
         weights: &CudaLinear,
     ) -> Result<(), TargetError> {
         let columns = weights.out / 2;
@@ -345,64 +341,30 @@ impl Ops for CudaOps {
         angles: &CudaRope,
         head_dim: usize,
     ) -> Result<(), TargetError> {
-        let CudaRope { first, rows, pairs, interleaved } = *angles;
-        if rows == 0 {
-            return Ok(());
-        }
-        let width = x.len() / rows;
-        let own = first * pairs..(first + rows) * pairs;
-        let view = RopeView {
-            cos: self.inputs.cos.vector((first + rows) * pairs).range(own.clone()),
-            sin: self.inputs.sin.vector((first + rows) * pairs).range(own),
-            pairs,
-            heads: width / head_dim,
-            interleaved,
-        };
-        let heads = DeviceHeads::of(x.rows(width), head_dim, head_dim - 2 * pairs);
-        let result = self.device.launch().rope(&heads, &view);
-        self.device.doing("rotate", result)
+        let rotated = self.inputs.rotate(&self.device, x, angles, head_dim);
+        self.device.doing("rotate", rotated)
     }
 
     fn split_latent(
         &mut self,
-        (latent, k_pe): (&mut CudaBuffer, &mut CudaBuffer),
+        latent: Norm<'_, CudaBuffer>,
+        k_pe: &mut CudaBuffer,
         down: &CudaBuffer,
-        (weight, eps): (&CudaBuffer, f32),
         rope: usize,
     ) -> Result<(), TargetError> {
-        let (width, device) = (weight.len(), &self.device);
-        let down = down.rows(width + rope);
-        let result = latent
-            .set_len(down.rows * width)
-            .and_then(|()| k_pe.set_len(down.rows * rope))
-            .and_then(|()| {
-                let (plain, rotated) = (down.columns(0..width), down.columns(width..width + rope));
-                device.launch().rms_norm(&latent.rows(width), &plain, weight.floats(), eps)?;
-                device.launch().copy(&k_pe.rows(rope), &rotated)
-            });
-        device.doing("split the latent", result)
+        let split = self.device.split_latent(latent, k_pe, down, rope);
+        self.device.doing("split the latent", split)
     }
 
     fn expand_latent(
         &mut self,
-        (keys, values): (&mut CudaBuffer, &mut CudaBuffer),
+        keys_values: (&mut CudaBuffer, &mut CudaBuffer),
         kv: &CudaBuffer,
         k_pe: &CudaBuffer,
         dims: &LatentDims,
     ) -> Result<(), TargetError> {
-        let LatentDims { heads, nope, rope, v } = *dims;
-        let rows = k_pe.len() / rope;
-        let (qk, device) = (nope + rope, &self.device);
-        let result = keys
-            .set_len(rows * heads * qk)
-            .and_then(|()| values.set_len(rows * heads * v))
-            .and_then(|()| {
-                let out = (&keys.rows(heads * qk), &values.rows(heads * v));
-                let (kv, k_pe) = (kv.rows(heads * (nope + v)), k_pe.rows(rope));
-                let dims = LatentHeads { heads, nope, rope, v };
-                device.launch().expand_latent(out, &kv, &k_pe, &dims)
-            });
-        device.doing("expand the latent", result)
+        let expanded = self.device.expand_latent(keys_values, kv, k_pe, dims);
+        self.device.doing("expand the latent", expanded)
     }
 
     fn append(
@@ -469,7 +431,6 @@ impl Ops for CudaOps {
 
     fn experts(
         &mut self,
-        out: &mut CudaBuffer,
         x: &CudaBuffer,
         routing: &Routing,
         held: &CudaExperts,
@@ -478,7 +439,21 @@ impl Ops for CudaOps {
             return Err(self.missing("memory for experts"));
         };
         let hidden = work.sizes().hidden;
-        work.run(&self.device, (&out.rows(hidden), &x.rows(hidden)), routing, held)
+        work.run(&self.device, &x.rows(hidden), routing, held)
+    }
+
+    fn combine(
+        &mut self,
+        out: &mut CudaBuffer,
+        routing: &Routing,
+        rows: Range<usize>,
+    ) -> Result<(), TargetError> {
+        let Some(work) = &self.experts else {
+            return Err(self.missing("memory for experts"));
+        };
+        let out = out.rows(work.sizes().hidden);
+        let combined = work.combine(&self.device, &out, routing, rows);
+        self.device.doing("sum the experts", combined)
     }
 }
 

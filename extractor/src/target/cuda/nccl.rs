@@ -1,17 +1,18 @@
-//! Sums across GPUs of one process: a thin wrapper over NCCL's C functions, whose errors name
-//! operation, rank and code. Knows nothing of models.
+//! Exchange of rows between GPUs of one process: a thin wrapper over NCCL's C functions, whose
+//! errors name operation, rank and code. Knows nothing of models.
 
+use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-use kernels::cuda::cudarc::driver::{CudaEvent, CudaStream};
+use kernels::cuda::cudarc::driver::CudaStream;
 use kernels::cuda::cudarc::nccl::result::{self, NcclError, NcclStatus};
 use kernels::cuda::cudarc::nccl::sys::{self, ncclDataType_t, ncclResult_t};
-use kernels::cuda::{CudaError, Dtype};
+use kernels::cuda::{CudaError, Dtype, copy_on_device};
 
 use super::buffer::CudaBuffer;
 use super::device::driver;
-use crate::target::collective::Collective;
+use crate::target::collective::{Collective, Table, share};
 use crate::target::error::TargetError;
 
 /// What all ranks of a group share.
@@ -33,13 +34,8 @@ unsafe impl Send for Comm {}
 pub(super) struct NcclRank {
     group: Arc<NcclGroup>,
     rank: usize,
-    /// Where values are computed and read.
-    compute: Arc<CudaStream>,
-    /// Where they are summed.
+    /// Where rows cross the ranks, in the order of what is done with them.
     stream: Arc<CudaStream>,
-    /// Of each half: the values are there; the sum is.
-    computed: [CudaEvent; 2],
-    summed: [CudaEvent; 2],
 }
 
 impl NcclGroup {
@@ -60,32 +56,23 @@ impl NcclGroup {
         Ok(Arc::new(Self { id, world_size, comms, ended: Mutex::new(None) }))
     }
 
-    /// Connects `rank`, whose GPU is current on this thread; returns when all ranks are there.
+    /// Connects `rank`, whose rows cross on `stream`; returns when all ranks are there.
     pub(super) fn connect(
         self: &Arc<Self>,
         rank: usize,
-        compute: &Arc<CudaStream>,
+        stream: Arc<CudaStream>,
     ) -> Result<NcclRank, TargetError> {
-        let context = compute.context();
-        let open = || {
-            context.bind_to_thread().map_err(driver("make the context current"))?;
-            let event = || context.new_event(None).map_err(driver("make an event"));
-            let stream = context.new_stream().map_err(driver("make a stream"))?;
-            Ok((stream, [event()?, event()?], [event()?, event()?]))
-        };
-        let (stream, computed, summed) = open().map_err(|source| TargetError::Cuda {
-            rank,
-            doing: "connect to NCCL",
-            source,
-        })?;
+        let bound = stream.context().bind_to_thread();
+        let bound = bound.map_err(driver("make the context current"));
+        let doing = "connect to NCCL";
+        bound.map_err(|source| TargetError::Cuda { rank, doing, source })?;
         let mut comm = std::ptr::null_mut();
         let (ranks, own) = (self.world_size as i32, rank as i32);
         // SAFETY: `comm` outlives the call, and every rank calls with the same id.
         let answer = unsafe { result::comm_init_rank(&mut comm, ranks, self.id, own) };
         check(rank, "ncclCommInitRank", answer)?;
         *lock(&self.comms[rank]) = Some(Comm(comm));
-        let (group, compute) = (Arc::clone(self), Arc::clone(compute));
-        Ok(NcclRank { group, rank, compute, stream, computed, summed })
+        Ok(NcclRank { group: Arc::clone(self), rank, stream })
     }
 
     /// Ends the group: work under way is given up, later work is refused with `reason`; the first
@@ -110,6 +97,11 @@ impl NcclGroup {
 }
 
 impl NcclRank {
+    fn exchanging(&self) -> impl FnOnce(CudaError) -> TargetError + use<> {
+        let rank = self.rank;
+        move |source| TargetError::Cuda { rank, doing: "exchange rows with other ranks", source }
+    }
+
     /// Runs one operation of NCCL on this rank's communicator.
     fn call(
         &self,
@@ -126,21 +118,66 @@ impl NcclRank {
         }
     }
 
-    /// Lets `to` wait for what `from` has been given.
-    fn order(
-        &self,
-        event: &CudaEvent,
-        from: Option<&CudaStream>,
-        to: Option<&CudaStream>,
-    ) -> Result<(), TargetError> {
-        let recorded = from.map_or(Ok(()), |stream| event.record(stream));
-        let ordered = recorded.and_then(|()| to.map_or(Ok(()), |stream| stream.wait(event)));
-        ordered.map_err(driver("order streams")).map_err(|source| TargetError::Cuda {
-            rank: self.rank,
-            doing: "sum across ranks",
-            source,
+    /// Starts messages to and from other ranks, all at once.
+    fn exchange(&self, messages: &[Message]) -> Result<(), TargetError> {
+        let stream = self.stream.cu_stream().cast();
+        self.call("ncclSend and ncclRecv", |comm| {
+            result::group_start()?;
+            let started =
+                messages.iter().filter(|message| message.len > 0).try_for_each(|message| {
+                    let Message { kind, address, len, dtype, peer } = *message;
+                    let (kind_of, peer) = (data_type(dtype), peer as i32);
+                    // SAFETY: the address has `len` values of this type until the stream has passed.
+                    unsafe {
+                        match kind {
+                            Kind::Send => {
+                                result::send(address as *const _, len, kind_of, peer, comm, stream)
+                            }
+                            Kind::Receive => {
+                                result::recv(address as *mut _, len, kind_of, peer, comm, stream)
+                            }
+                        }
+                    }
+                    .map(|_| ())
+                });
+            // The group is closed in any case.
+            let ended = result::group_end();
+            started.and(ended)
         })
     }
+
+    fn others(&self) -> impl Iterator<Item = usize> {
+        let own = self.rank;
+        (0..self.group.world_size).filter(move |&rank| rank != own)
+    }
+}
+
+/// Values to send to, or to receive from, another rank.
+#[derive(Clone, Copy)]
+struct Message {
+    kind: Kind,
+    address: u64,
+    len: usize,
+    dtype: Dtype,
+    peer: usize,
+}
+
+#[derive(Clone, Copy)]
+enum Kind {
+    Send,
+    Receive,
+}
+
+/// Some rows of a buffer whose rows are `width` wide.
+fn message(
+    kind: Kind,
+    buffer: &CudaBuffer,
+    (rows, width): (Range<usize>, usize),
+    peer: usize,
+) -> Message {
+    let dtype = buffer.dtype();
+    let address = buffer.address() + (rows.start * width * dtype.size()) as u64;
+    Message { kind, address, len: rows.len() * width, dtype, peer }
 }
 
 impl Collective<CudaBuffer> for NcclRank {
@@ -148,28 +185,63 @@ impl Collective<CudaBuffer> for NcclRank {
         self.group.world_size
     }
 
-    fn all_reduce(&mut self, values: &mut CudaBuffer) -> Result<(), TargetError> {
-        self.start(0, values)?;
-        self.finish(0)
+    fn rank(&self) -> usize {
+        self.rank
     }
 
-    fn start(&mut self, half: usize, values: &mut CudaBuffer) -> Result<(), TargetError> {
-        self.order(&self.computed[half], Some(&self.compute), Some(&self.stream))?;
-        let (address, len) = (values.address(), values.len());
-        let kind = data_type(values.dtype());
-        let sum = sys::ncclRedOp_t::ncclSum;
-        let stream = self.stream.cu_stream().cast();
-        self.call("ncclAllReduce", |comm| {
-            let (from, to) = (address as *const _, address as *mut _);
-            // SAFETY: the buffer has `len` values of this type, and work on it is in the order of
-            // this stream.
-            unsafe { result::all_reduce(from, to, len, kind, sum, comm, stream) }
-        })?;
-        self.order(&self.summed[half], Some(&self.stream), None)
+    fn scatter(
+        &mut self,
+        parts: &CudaBuffer,
+        received: &mut CudaBuffer,
+        [rows, width]: [usize; 2],
+    ) -> Result<(), TargetError> {
+        let ranks = self.group.world_size;
+        let own = share(self.rank, ranks, rows).len();
+        received.set_len(ranks * own * width).map_err(self.exchanging())?;
+        let received = &*received;
+        let messages: Vec<Message> = self
+            .others()
+            .flat_map(|peer| {
+                let theirs = (share(peer, ranks, rows), width);
+                let ours = (peer * own..(peer + 1) * own, width);
+                [
+                    message(Kind::Send, parts, theirs, peer),
+                    message(Kind::Receive, received, ours, peer),
+                ]
+            })
+            .collect();
+        self.exchange(&messages)
     }
 
-    fn finish(&mut self, half: usize) -> Result<(), TargetError> {
-        self.order(&self.summed[half], None, Some(&self.compute))
+    fn gather(
+        &mut self,
+        tables: &mut [Table<'_, CudaBuffer>],
+        rows: usize,
+    ) -> Result<(), TargetError> {
+        let ranks = self.group.world_size;
+        let own = share(self.rank, ranks, rows);
+        let mut messages = Vec::new();
+        for Table { own: mine, all, first, width } in tables {
+            let (first, width) = (*first, *width);
+            let size = width * all.dtype().size();
+            let here = first + own.start..first + own.end;
+            all.set_len((first + rows) * width).map_err(self.exchanging())?;
+            if let Some(mine) = mine {
+                let place = all.address() + (here.start * size) as u64;
+                copy_on_device(&self.stream, place, mine.address(), own.len() * size)
+                    .map_err(self.exchanging())?;
+            }
+            let all = &**all;
+            messages.extend(self.others().flat_map(|peer| {
+                let theirs = share(peer, ranks, rows);
+                let theirs = (first + theirs.start..first + theirs.end, width);
+                [
+                    message(Kind::Send, all, (here.clone(), width), peer),
+                    message(Kind::Receive, all, theirs, peer),
+                ]
+            }));
+        }
+        self.exchange(&messages)
     }
 
     fn set_deadline(&mut self, _deadline: Instant) {
@@ -236,13 +308,13 @@ mod tests {
     #[test]
     fn errors_name_rank_operation_code_and_remedy() {
         let answer = Err(NcclError(ncclResult_t::ncclSystemError));
-        let error = check(3, "ncclAllReduce", answer).unwrap_err();
+        let error = check(3, "ncclSend", answer).unwrap_err();
         let text = error.to_string();
-        for part in ["rank 3", "ncclAllReduce", "ncclSystemError (2)", "/dev/shm"] {
+        for part in ["rank 3", "ncclSend", "ncclSystemError (2)", "/dev/shm"] {
             assert!(text.contains(part), "{text}");
         }
         assert_eq!(error.exit_code(), 75);
-        assert!(check(0, "ncclAllReduce", Ok(NcclStatus::Success)).is_ok());
+        assert!(check(0, "ncclSend", Ok(NcclStatus::Success)).is_ok());
     }
 
     #[test]

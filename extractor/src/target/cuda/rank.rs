@@ -8,9 +8,11 @@ use kernels::cuda::cudarc::driver::sys::CUresult;
 use kernels::cuda::{CudaError, Dtype, device_count};
 
 use super::CudaOps;
+use super::buffer::CudaBuffer;
 use super::device::Device;
 use super::memory::Load;
 use super::nccl::NcclGroup;
+use super::peers::PeerGroup;
 use crate::target::CacheId;
 use crate::target::collective::{Collective, Solo};
 use crate::target::error::TargetError;
@@ -70,16 +72,52 @@ pub(in crate::target) fn start(
     plans: &[RankPlan],
     source: Source,
 ) -> Result<Ranks, TargetError> {
-    require_gpus(plans.len())?;
-    let group = match plans.len() {
-        1 => None,
-        ranks => Some(NcclGroup::new(ranks)?),
-    };
+    let gpus = if ranks_share_gpus() { 1 } else { plans.len() };
+    require_gpus(gpus)?;
+    let group = Group::new(plans.len())?;
     let end: EndGroup = match group.clone() {
-        None => Arc::new(|_| {}),
-        Some(group) => Arc::new(move |reason| group.end(reason)),
+        Group::Alone => Arc::new(|_| {}),
+        Group::Nccl(group) => Arc::new(move |reason| group.end(reason)),
+        Group::Peers(group) => Arc::new(move |reason| group.end(reason)),
     };
     start_ranks(options, (spec, plans, source), group, end)
+}
+
+/// How rows cross the ranks.
+#[derive(Clone)]
+enum Group {
+    Alone,
+    Nccl(Arc<NcclGroup>),
+    Peers(Arc<PeerGroup>),
+}
+
+impl Group {
+    fn new(ranks: usize) -> Result<Self, TargetError> {
+        let by_copies = std::env::var_os("AERIE_EXCHANGE").is_some_and(|way| way == "copies");
+        Ok(match ranks {
+            1 => Self::Alone,
+            _ if by_copies || ranks_share_gpus() => Self::Peers(PeerGroup::new(ranks)),
+            _ => Self::Nccl(NcclGroup::new(ranks)?),
+        })
+    }
+
+    fn connect(&self, device: &mut Device) -> Result<Box<dyn Collective<CudaBuffer>>, TargetError> {
+        if matches!(self, Self::Alone) {
+            return Ok(Box::new(Solo));
+        }
+        let (rank, side) = (device.rank, device.open_side());
+        let stream = device.doing("make a stream", side)?;
+        Ok(match self {
+            Self::Alone => Box::new(Solo),
+            Self::Nccl(group) => Box::new(group.connect(rank, stream)?),
+            Self::Peers(group) => Box::new(group.connect(rank, stream)?),
+        })
+    }
+}
+
+/// All ranks compute on the first GPU: slow, but what several ranks do can be checked on one.
+fn ranks_share_gpus() -> bool {
+    std::env::var_os("AERIE_RANKS_SHARE_GPU").is_some_and(|value| value == "1")
 }
 
 /// Starts ranks with random weights, each with its share of a group that may be larger. Sums go
@@ -95,7 +133,7 @@ pub(in crate::target) fn start_shape(
 fn start_ranks(
     options: &EngineOptions,
     (spec, plans, source): (&TargetSpec, &[RankPlan], Source),
-    group: Option<Arc<NcclGroup>>,
+    group: Group,
     end: EndGroup,
 ) -> Result<Ranks, TargetError> {
     let (spec, plans) = (spec.clone(), plans.to_vec());
@@ -106,15 +144,15 @@ fn start_ranks(
         Compute::Bf16 | Compute::Auto => Dtype::Bf16,
     };
     Ranks::start(plans.len(), options.deadline, end, move |rank| {
-        let device = Device::open(rank, dtype, limit)?;
-        let collective: Box<dyn Collective<_>> = match &group {
-            None => Box::new(Solo),
-            Some(group) => Box::new(group.connect(rank, &device.compute)?),
-        };
+        let gpu = if ranks_share_gpus() { 0 } else { rank };
+        let mut device = Device::open((rank, gpu), dtype, limit)?;
+        let collective = group.connect(&mut device)?;
         let plan = plans[rank].clone();
-        let load = Load { spec: &spec, plan: &plan, source: &source, dtype, tokens };
+        let decodes = dtype == Dtype::Bf16 && device.launch().has_expert_products();
+        let (spec, source, ranks) = (&spec, &source, plans.len());
+        let load = Load { spec, plan: &plan, ranks, source, dtype, tokens, decodes };
         let ops = CudaOps::new(device, &load)?;
-        let parts = Parts { ops, collective, source: &source, spec: &spec, plan, qa_norm_eps };
+        let parts = Parts { ops, collective, source, spec, plan, qa_norm_eps };
         let mut model = Model::load(parts)?;
         model.ops().finish_loading()?;
         Ok(CudaRank { model, rank })
@@ -138,8 +176,8 @@ impl CudaOps {
 /// TFLOP/s that no bf16 product of the first GPU exceeds, measured now.
 pub(in crate::target) fn ceiling() -> Result<f64, TargetError> {
     require_gpus(1)?;
-    let mut device = Device::open(0, Dtype::Bf16, Duration::from_secs(60))?;
-    let Device { blas, compute, .. } = &mut device;
-    let measured = super::gemm::ceiling(blas, compute);
+    let mut device = Device::open((0, 0), Dtype::Bf16, Duration::from_secs(60))?;
+    let compute = Arc::clone(&device.compute);
+    let measured = super::gemm::ceiling(device.products(), &compute);
     device.doing("measure the ceiling of products", measured)
 }

@@ -81,6 +81,8 @@ pub(super) fn expert_formats(
 pub(super) struct Loader<'a> {
     pub(super) device: &'a Device,
     pub(super) source: &'a Source,
+    /// Whether experts are put in the order of [`Stack::order`].
+    pub(super) grouped: bool,
     pub(super) progress: &'a mut Progress,
 }
 
@@ -144,14 +146,15 @@ impl Loader<'_> {
             share.experts.clone().flat_map(|i| parts.iter().map(move |p| name(i, p))).collect()
         };
         let (columns, hidden) = (share.columns.len(), share.hidden);
-        Ok(CudaExperts {
-            gate_up: self.stack(
-                &names(&["gate_proj", "up_proj"]),
-                (gate_up, [columns, hidden]),
-                &input,
-            )?,
-            down: self.stack(&names(&["down_proj"]), (down, [hidden, columns]), &output)?,
-        })
+        let parts = ["gate_proj", "up_proj"];
+        let gate_up = self.stack(&names(&parts), (gate_up, [columns, hidden]), &input)?;
+        let down = self.stack(&names(&["down_proj"]), (down, [hidden, columns]), &output)?;
+        if self.grouped {
+            let device = self.device;
+            let ordered = gate_up.order(device, parts.len()).and_then(|()| down.order(device, 1));
+            device.doing("order the experts", ordered)?;
+        }
+        Ok(CudaExperts { gate_up, down })
     }
 
     fn stack(

@@ -1,12 +1,14 @@
 //! Grouped-query attention of Llama-like models. Knows nothing of caches but that keys and values
 //! may be appended to one.
 
+use std::ops::Range;
+
 use super::load::{Loader, heads};
 use super::step::{Input, Stage, Step};
 use super::work::Work;
 use crate::target::error::TargetError;
 use crate::target::kv::LayerCache;
-use crate::target::ops::{AttentionDims, Ops, Write};
+use crate::target::ops::{AttentionDims, Norm, Ops, Rows, Write};
 use crate::target::spec::GqaSpec;
 
 pub(super) struct Gqa<O: Ops> {
@@ -35,7 +37,7 @@ impl<O: Ops> Gqa<O> {
     ) -> Result<Self, TargetError> {
         let (own, own_kv) = (loader.plan.heads.clone(), loader.plan.kv_heads.clone());
         let width = gqa.head_dim;
-        let mut projection = |name: &str, total: usize, own: &std::ops::Range<usize>| {
+        let mut projection = |name: &str, total: usize, own: &Range<usize>| {
             let out = total * width;
             let rows = heads(own, width);
             let weight = format!("{prefix}.{name}_proj");
@@ -73,18 +75,19 @@ impl<O: Ops> Gqa<O> {
         })
     }
 
-    /// Adds the attention of `work.normed` to the residual stream.
+    /// Adds the attention of this half's rows of `work.normed` to the residual stream.
     pub(super) fn forward(
         &self,
         step: &mut Step<'_, O>,
         cache: Option<&mut LayerCache<O::Buffer>>,
     ) -> Result<(), TargetError> {
-        let rows = step.half.rows;
+        let range = step.half.range();
         let Work { normed, q, k, v, spare, .. } = &mut *step.work;
         for (out, projection) in [(&mut *q, &self.q), (&mut *k, &self.k), (v, &self.v)] {
-            projection.apply(step.ops, out, normed, rows)?;
+            projection.apply(step.ops, out, normed, range.clone())?;
             if let Some(norm) = &projection.norm {
-                step.ops.rms_norm(spare, out, norm, self.eps)?;
+                let norm = Norm { out: spare, first: 0, weight: norm, eps: self.eps };
+                step.ops.rms_norm(out, norm)?;
                 std::mem::swap(out, spare);
             }
         }
@@ -102,8 +105,7 @@ impl<O: Ops> Gqa<O> {
         };
         super::attend(step, cache, &dims)?;
         step.project(Input::Attended, &self.out)?;
-        step.ops.lap(Stage::Projections)?;
-        step.send()
+        step.ops.lap(Stage::Projections)
     }
 }
 
@@ -113,8 +115,10 @@ impl<O: Ops> Projection<O> {
         ops: &mut O,
         out: &mut O::Buffer,
         x: &O::Buffer,
-        rows: usize,
+        range: Range<usize>,
     ) -> Result<(), TargetError> {
+        let rows = range.len();
+        let x = Rows { of: x, range: Some(range) };
         match &self.bias {
             None => ops.matmul(out, x, &self.weight, Write::Set),
             Some(bias) => {

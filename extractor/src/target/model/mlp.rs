@@ -6,7 +6,7 @@ use super::load::Loader;
 use super::step::{Input, Stage, Step};
 use super::work::Work;
 use crate::target::error::TargetError;
-use crate::target::ops::Ops;
+use crate::target::ops::{Ops, Rows};
 use crate::target::weights::Slice;
 
 pub(super) struct Mlp<O: Ops> {
@@ -46,10 +46,11 @@ impl<O: Ops> Mlp<O> {
         Ok(Self { gate_up, down })
     }
 
-    /// Adds the MLP of `work.normed` to the residual stream's sum; the caller settles it.
+    /// Adds the MLP of this half's rows of `work.normed` to the residual stream's sum.
     pub(super) fn forward(&self, step: &mut Step<'_, O>) -> Result<(), TargetError> {
+        let range = Some(step.half.range());
         let Work { normed, gate, up, .. } = &mut *step.work;
-        step.ops.gated((gate, up), normed, &self.gate_up)?;
+        step.ops.gated((gate, up), Rows { of: normed, range }, &self.gate_up)?;
         step.project(Input::Gate, &self.down)?;
         step.ops.lap(Stage::Mlp)
     }

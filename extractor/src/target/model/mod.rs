@@ -162,7 +162,8 @@ impl<O: Ops> Model<O> {
     pub(super) fn load(parts: Parts<'_, O>) -> Result<Self, TargetError> {
         let Parts { mut ops, collective, source, spec, plan, qa_norm_eps } = parts;
         // Buffers first: where memory is short, that is known before hours of loading.
-        let work = Work::new(&rooms(spec, &plan), |room| ops.buffer(room))?;
+        let rooms = rooms(spec, &plan, collective.world_size());
+        let work = Work::new(&rooms, |room| ops.buffer(room))?;
         let mut loader = Loader { ops: &mut ops, source, spec, plan: &plan, qa_norm_eps };
         let table = [spec.vocab_size, spec.hidden_size];
         let embed = loader.rows("model.embed_tokens", table, plan.vocab.clone())?;
@@ -239,38 +240,44 @@ impl<O: Ops> Model<O> {
             turn: 0,
         };
         let mut output = ForwardOutput::default();
-        let reader = Reader::new::<O>(&request.wanted, &self.plan);
+        let reader = Reader::new(&request.wanted, &self.plan);
         let (first, table, eps) = (self.plan.vocab.start, &self.embed, self.spec.rms_norm_eps);
+        step.each_half(|step| step.embed(table, &request.ids[step.half.range()], first))?;
         step.each_half(|step| {
-            let ids = &request.ids[step.half.first..step.half.first + step.half.rows];
-            step.ops.embed(&mut step.work.x, table, ids, first)?;
-            if step.collective.world_size() > 1 {
-                step.collective.all_reduce(&mut step.work.x)?;
-            }
-            reader.embeddings(&mut output, step)
+            step.aside(|step| {
+                step.settle(None)?;
+                reader.embeddings(&mut output, step)
+            })
         })?;
+        step.each_half(|step| step.arrive(Stage::Rest))?;
         step.ops.lap(Stage::Rest)?;
         let mut pending = Vec::new();
         let depth = self.spec.depth(reader.wanted);
         for (index, layer) in self.layers.iter().enumerate().take(depth) {
-            let mut kv = cache.as_mut().and_then(|(_, cache)| cache.layers.get_mut(index));
+            let kv = cache.as_mut().and_then(|(_, cache)| cache.layers.get_mut(index));
             step.each_half(|step| {
-                reader.layer(&mut pending, step, index)?;
-                layer.attend(step, kv.as_deref_mut(), eps)
+                step.aside(|step| {
+                    step.settle(Some((&layer.input_norm, eps)))?;
+                    reader.layer(&mut pending, step, index)?;
+                    layer.attention.prepare(step)
+                })
             })?;
-            step.each_half(|step| {
-                let routing = layer.transform(step, eps)?;
-                reader.router(&mut output, step.ops, (index, routing.as_ref()))
-            })?;
+            let routing = layer.forward(&mut step, kv, eps)?;
+            reader.router(&mut output, step.ops, (index, routing.as_ref()))?;
         }
-        step.each_half(|step| reader.layer(&mut pending, step, depth))?;
-        if reader.wanted.normed || reader.wanted.logits {
-            let head = self.head.as_ref().unwrap_or(&self.embed);
-            step.each_half(|step| {
-                step.norm(&self.final_norm, eps)?;
-                reader.head(&mut output, step, head)
-            })?;
-        }
+        let norm = (reader.wanted.normed || reader.wanted.logits).then_some(&self.final_norm);
+        step.each_half(|step| {
+            step.aside(|step| {
+                step.settle(norm.map(|norm| (norm, eps)))?;
+                reader.layer(&mut pending, step, depth)?;
+                if norm.is_some() { step.gather_normed() } else { Ok(()) }
+            })
+        })?;
+        let head = self.head.as_ref().unwrap_or(&self.embed);
+        step.each_half(|step| {
+            step.arrive(Stage::Rest)?;
+            reader.head(&mut output, step, head)
+        })?;
         output.times = step.ops.times()?;
         output.captured = reader.collect(pending, step.ops)?;
         if let Some((id, cache)) = cache {
@@ -316,36 +323,50 @@ impl<O: Ops> Layer<O> {
         })
     }
 
-    /// Attention; its output is on the way to the residual stream when this returns.
-    fn attend(
+    /// The layer, after its attention was prepared; its output is this rank's part of a sum when
+    /// it returns. Returns the choice of experts.
+    fn forward(
         &self,
         step: &mut Step<'_, O>,
-        cache: Option<&mut LayerCache<O::Buffer>>,
-        eps: f32,
-    ) -> Result<(), TargetError> {
-        step.norm(&self.input_norm, eps)?;
-        match &self.attention {
-            Attention::Mla(mla) => mla.forward(step, cache),
-            Attention::Gqa(gqa) => gqa.forward(step, cache),
-        }
-    }
-
-    /// MLP or experts, likewise; returns the choice of experts.
-    fn transform(
-        &self,
-        step: &mut Step<'_, O>,
+        mut cache: Option<&mut LayerCache<O::Buffer>>,
         eps: f32,
     ) -> Result<Option<O::Routing>, TargetError> {
-        step.norm(&self.post_norm, eps)?;
-        let routing = match &self.block {
+        step.each_half(|step| {
+            step.arrive(Stage::Collective)?;
+            let cache = cache.as_deref_mut();
+            match &self.attention {
+                Attention::Mla(mla) => mla.forward(step, cache),
+                Attention::Gqa(gqa) => gqa.forward(step, cache),
+            }?;
+            step.send()
+        })?;
+        step.each_half(|step| {
+            step.aside(|step| {
+                step.settle(Some((&self.post_norm, eps)))?;
+                step.gather_normed()
+            })
+        })?;
+        match &self.block {
+            Block::Moe(moe) => Ok(Some(moe.forward(step)?)),
             Block::Dense(mlp) => {
-                mlp.forward(step)?;
-                None
+                step.each_half(|step| {
+                    step.arrive(Stage::Collective)?;
+                    mlp.forward(step)?;
+                    step.send()
+                })?;
+                Ok(None)
             }
-            Block::Moe(moe) => Some(moe.forward(step)?),
-        };
-        step.send()?;
-        Ok(routing)
+        }
+    }
+}
+
+impl<O: Ops> Attention<O> {
+    /// What the owners of rows do for the others before attention.
+    fn prepare(&self, step: &mut Step<'_, O>) -> Result<(), TargetError> {
+        match self {
+            Self::Mla(mla) => mla.prepare(step),
+            Self::Gqa(_) => step.gather_normed(),
+        }
     }
 }
 
@@ -368,7 +389,7 @@ fn attend<O: Ops>(
 }
 
 fn empty_layer<O: Ops>(ops: &mut O) -> Result<LayerCache<O::Buffer>, TargetError> {
-    let room = |name| Room { name, width: 0, precision: Precision::Compute };
+    let room = |name| Room { name, width: 0, ranks: 1, precision: Precision::Compute };
     let (keys, values) = (ops.buffer(room("cached keys"))?, ops.buffer(room("cached values"))?);
     Ok(LayerCache { keys, values, kept: 0 })
 }

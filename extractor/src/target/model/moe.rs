@@ -6,7 +6,7 @@ use super::mlp::Mlp;
 use super::step::{Stage, Step};
 use super::work::Work;
 use crate::target::error::TargetError;
-use crate::target::ops::{ExpertShare, Ops, RouteRule, Write};
+use crate::target::ops::{ExpertShare, Ops, RouteRule, Rows, Write};
 use crate::target::spec::MoeSpec;
 
 pub(super) struct Moe<O: Ops> {
@@ -53,18 +53,39 @@ impl<O: Ops> Moe<O> {
         })
     }
 
-    /// Adds routed and shared experts of `work.normed` to the residual stream's sum; the caller
-    /// settles it. Returns the choice of experts.
+    /// Adds routed and shared experts of `work.normed`, whole, to the residual stream's sum.
+    /// Returns the choice of experts.
     pub(super) fn forward(&self, step: &mut Step<'_, O>) -> Result<O::Routing, TargetError> {
+        let halved = step.other.is_some();
+        step.arrive(Stage::Collective)?;
+        if halved {
+            // While the rows of the second half arrive.
+            self.add_shared(step)?;
+            step.switch();
+            step.arrive(Stage::Collective)?;
+            step.switch();
+        }
         let Work { normed, logits, .. } = &mut *step.work;
-        step.ops.matmul(logits, normed, &self.router, Write::Set)?;
+        step.ops.matmul(logits, Rows::all(normed), &self.router, Write::Set)?;
         let routing = step.ops.route(logits, &self.bias, &self.rule)?;
         step.ops.lap(Stage::Experts)?;
-        if let Some(shared) = &self.shared {
-            shared.forward(step)?;
+        if !halved {
+            self.add_shared(step)?;
         }
-        step.add_experts(&routing, &self.held)?;
-        step.ops.lap(Stage::Experts)?;
+        step.ops.experts(&step.work.normed, &routing, &self.held)?;
+        step.each_half(|step| {
+            // While the rows of the first half cross the ranks.
+            if step.turn == 1 {
+                self.add_shared(step)?;
+            }
+            step.combine(&routing)?;
+            step.ops.lap(Stage::Experts)?;
+            step.send()
+        })?;
         Ok(routing)
+    }
+
+    fn add_shared(&self, step: &mut Step<'_, O>) -> Result<(), TargetError> {
+        self.shared.as_ref().map_or(Ok(()), |shared| shared.forward(step))
     }
 }

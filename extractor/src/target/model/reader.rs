@@ -1,15 +1,14 @@
 //! Copies what was asked for out of a forward: embeddings, layers' outputs, choices of experts,
 //! logits. Knows nothing of how they are computed.
 
-use std::ops::Range;
-
 use shared::LayerIndex;
 
 use super::step::{Stage, Step};
 use super::work::Work;
 use super::{CapturedLayer, ForwardOutput, Wanted};
+use crate::target::collective::{Table, share};
 use crate::target::error::TargetError;
-use crate::target::ops::{Ops, Write};
+use crate::target::ops::{Ops, Rows, Write};
 use crate::target::plan::RankPlan;
 
 /// Copies what was asked for into the output.
@@ -17,8 +16,8 @@ pub(super) struct Reader<'a> {
     pub(super) wanted: &'a Wanted,
     /// This rank reads values that all ranks hold alike.
     reads: bool,
-    /// This rank and the number of ranks, where each captures its part of the rows.
-    share: Option<(usize, usize)>,
+    /// This rank and the number of ranks: each captures its part of the rows.
+    share: (usize, usize),
 }
 
 /// A layer's output on its way to the host: a piece of each half.
@@ -29,18 +28,8 @@ pub(super) struct Pending<C> {
 }
 
 impl<'a> Reader<'a> {
-    pub(super) fn new<O: Ops>(wanted: &'a Wanted, plan: &RankPlan) -> Self {
-        let share = O::SHARES_CAPTURE.then_some((plan.rank, plan.world_size));
-        Self { wanted, reads: plan.rank == 0, share }
-    }
-
-    /// Rows, of `rows`, that this rank captures.
-    fn own(&self, rows: usize) -> Range<usize> {
-        match self.share {
-            Some((rank, ranks)) => rank * rows / ranks..(rank + 1) * rows / ranks,
-            None if self.reads => 0..rows,
-            None => 0..0,
-        }
+    pub(super) fn new(wanted: &'a Wanted, plan: &RankPlan) -> Self {
+        Self { wanted, reads: plan.rank == 0, share: (plan.rank, plan.world_size) }
     }
 
     pub(super) fn embeddings<O: Ops>(
@@ -48,30 +37,43 @@ impl<'a> Reader<'a> {
         output: &mut ForwardOutput,
         step: &mut Step<'_, O>,
     ) -> Result<(), TargetError> {
-        if self.wanted.embeddings && self.reads {
-            output.embeddings.extend(download(step.ops, &step.work.x)?);
+        if !self.wanted.embeddings {
+            return Ok(());
+        }
+        let (rows, first, width) = (step.half.rows, step.half.first, step.hidden_size);
+        let Work { half, normed, .. } = &mut *step.work;
+        if step.collective.world_size() == 1 {
+            output.embeddings.extend(download(step.ops, &half.x)?);
+            return Ok(());
+        }
+        let table = Table { own: Some(&half.x), all: normed, first, width };
+        step.collective.gather(&mut [table], rows)?;
+        if self.reads {
+            let values = first * width..(first + rows) * width;
+            output.embeddings.extend(step.ops.download(normed, values)?);
         }
         Ok(())
     }
 
-    /// Captures the residual stream where it is the output of a wanted layer; the one after that
-    /// is `next`. Its sums have arrived by then, or else the device waits for them.
+    /// Captures this rank's rows of the residual stream, which are settled, where it is the output
+    /// of a wanted layer; the one after that is `next`.
     pub(super) fn layer<O: Ops>(
         &self,
         pending: &mut Vec<Pending<O::Captured>>,
         step: &mut Step<'_, O>,
         next: usize,
     ) -> Result<(), TargetError> {
-        step.settle()?;
         let is_output = |layer: &&LayerIndex| usize::from(layer.0) + 1 == next;
         let Some(&layer) = self.wanted.layers.iter().find(is_output) else { return Ok(()) };
-        let width = step.hidden_size;
-        let rows = step.ops.len(&step.work.x) / width;
-        let own = self.own(rows);
-        let first = step.half.first + own.start;
+        let (rows, width) = (step.half.rows, step.hidden_size);
+        let held = share(step.collective.rank(), step.collective.world_size(), rows);
+        // In a bench, ranks that are not there own rows too.
+        let (rank, ranks) = self.share;
+        let own = 0..share(rank, ranks, rows).len().min(held.len());
+        let first = step.half.first + held.start;
         let piece = match own.is_empty() {
             true => None,
-            false => Some((first, step.ops.capture(&step.work.x, own, width)?)),
+            false => Some((first, step.ops.capture(&step.work.half.x, own, width)?)),
         };
         match pending.last_mut().filter(|pending| pending.layer == layer) {
             Some(pending) => {
@@ -115,11 +117,7 @@ impl<'a> Reader<'a> {
         let Some(routing) = routing.filter(|_| self.wanted.routers && self.reads) else {
             return Ok(());
         };
-        let choice = ops.routing_to_host(routing)?;
-        match output.routers.last_mut().filter(|(layer, _)| *layer == index) {
-            Some((_, first)) => first.append(choice),
-            None => output.routers.push((index, choice)),
-        }
+        output.routers.push((index, ops.routing_to_host(routing)?));
         Ok(())
     }
 
@@ -129,12 +127,15 @@ impl<'a> Reader<'a> {
         step: &mut Step<'_, O>,
         head: &O::Linear,
     ) -> Result<(), TargetError> {
+        let (range, width) = (step.half.range(), step.hidden_size);
         let Work { normed, head_logits: logits, .. } = &mut *step.work;
         if self.wanted.normed && self.reads {
-            output.normed.extend(download(step.ops, normed)?);
+            let values = range.start * width..range.end * width;
+            output.normed.extend(step.ops.download(normed, values)?);
         }
         if self.wanted.logits {
-            step.ops.matmul(logits, normed, head, Write::Set)?;
+            let input = Rows { of: &*normed, range: Some(range) };
+            step.ops.matmul(logits, input, head, Write::Set)?;
             output.logits.extend(download(step.ops, logits)?);
         }
         step.ops.lap(Stage::Rest)

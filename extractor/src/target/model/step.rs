@@ -1,12 +1,13 @@
 //! What one forward carries from part to part: the device, the collective, the residual stream.
 //! Knows nothing of which parts there are.
 
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use super::work::Work;
-use crate::target::collective::Collective;
+use crate::target::collective::{Collective, Table, share};
 use crate::target::error::TargetError;
-use crate::target::ops::{Ops, Write};
+use crate::target::ops::{Norm, Ops, Parts, Rows, Write};
 
 /// Parts of a forward that are timed apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,7 +24,7 @@ pub enum Stage {
     Mlp,
     /// Router and routed experts.
     Experts,
-    /// Sums across ranks.
+    /// Waiting for rows of other ranks, beyond what runs beside it.
     Collective,
     /// Copies to the host.
     Capture,
@@ -85,8 +86,9 @@ impl StageClock {
     }
 }
 
-/// One forward in progress on one rank. On several ranks a batch goes in two halves, so that the
-/// sums of one cross the ranks while the other is computed.
+/// One forward in progress on one rank. On several ranks each owns a share of the rows of the
+/// residual stream, and a batch goes in two halves: the rows of one cross the ranks, and the owner
+/// sums and norms them, while the other half is computed.
 pub(super) struct Step<'a, O: Ops> {
     pub(super) ops: &'a mut O,
     pub(super) collective: &'a mut dyn Collective<O::Buffer>,
@@ -116,17 +118,22 @@ impl<'a, R> Half<'a, R> {
         let rows = cu_seqlens.last().copied().unwrap_or(0);
         Self { first, rows, angles, cu_seqlens, sum: Sum::None }
     }
+
+    /// Its rows in the batch.
+    pub(super) fn range(&self) -> Range<usize> {
+        self.first..self.first + self.rows
+    }
 }
 
-/// What has become of a sum across ranks.
+/// What this rank's part of a sum across ranks is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Sum {
     /// There is nothing to add.
     None,
-    /// This rank's part is being computed.
+    /// To be added to the residual stream.
     Open,
-    /// On its way across the ranks.
-    Sent,
+    /// The residual stream itself.
+    Fresh,
 }
 
 /// The inputs of the residual stream that a block may name.
@@ -151,7 +158,8 @@ impl<O: Ops> Step<'_, O> {
         Ok(())
     }
 
-    fn switch(&mut self) {
+    /// Takes up the other half, if there is one.
+    pub(super) fn switch(&mut self) {
         if let Some(other) = &mut self.other {
             std::mem::swap(&mut self.half, other);
             self.work.switch();
@@ -159,64 +167,117 @@ impl<O: Ops> Step<'_, O> {
         }
     }
 
-    /// Adds `input weight^T` to the residual stream; on several ranks, to the sum that
-    /// [`Step::send`] starts.
+    /// Nothing crosses ranks.
+    pub(super) fn is_alone(&self) -> bool {
+        self.collective.world_size() == 1
+    }
+
+    /// Does `work` of this half while the other is computed; [`Step::arrive`] waits for it.
+    pub(super) fn aside(
+        &mut self,
+        work: impl FnOnce(&mut Self) -> Result<(), TargetError>,
+    ) -> Result<(), TargetError> {
+        if self.is_alone() {
+            return work(self);
+        }
+        self.ops.aside(self.turn)?;
+        work(self)?;
+        self.ops.abreast(self.turn)
+    }
+
+    /// Lets what follows see what was done aside for this half; waiting is charged to `stage`.
+    pub(super) fn arrive(&mut self, stage: Stage) -> Result<(), TargetError> {
+        if self.is_alone() {
+            return Ok(());
+        }
+        self.ops.join(self.turn)?;
+        self.ops.lap(stage)
+    }
+
+    /// This rank's rows of this half, in the batch.
+    pub(super) fn own(&self) -> Range<usize> {
+        let (rank, ranks) = (self.collective.rank(), self.collective.world_size());
+        let own = share(rank, ranks, self.half.rows);
+        self.half.first + own.start..self.half.first + own.end
+    }
+
+    /// Looks up the embeddings of `ids`, this half's; the table starts at id `first`.
+    pub(super) fn embed(
+        &mut self,
+        table: &O::Linear,
+        ids: &[u32],
+        first: usize,
+    ) -> Result<(), TargetError> {
+        let half = &mut self.work.half;
+        if self.collective.world_size() == 1 {
+            return self.ops.embed(&mut half.x, table, ids, first);
+        }
+        self.half.sum = Sum::Fresh;
+        self.ops.embed(&mut half.partial, table, ids, first)?;
+        self.send()
+    }
+
+    /// Adds `input weight^T` to the residual stream; on several ranks, to this rank's part of the
+    /// sum.
     pub(super) fn project(&mut self, input: Input, weight: &O::Linear) -> Result<(), TargetError> {
-        let Work { x, partial, attended, gate, .. } = &mut *self.work;
+        let alone = self.is_alone();
+        let Work { half, attended, gate, .. } = &mut *self.work;
         let input = match input {
             Input::Attended => attended,
             Input::Gate => gate,
         };
-        if self.collective.world_size() == 1 {
-            return self.ops.matmul(x, input, weight, Write::Add);
+        if alone {
+            return self.ops.matmul(&mut half.x, Rows::all(input), weight, Write::Add);
         }
         let write = if self.half.sum == Sum::Open { Write::Add } else { Write::Set };
         self.half.sum = Sum::Open;
-        self.ops.matmul(partial, input, weight, write)
+        self.ops.matmul(&mut half.partial, Rows::all(input), weight, write)
     }
 
-    /// Adds the routed experts' output to the same sum.
-    pub(super) fn add_experts(
-        &mut self,
-        routing: &O::Routing,
-        held: &O::Experts,
-    ) -> Result<(), TargetError> {
-        let Work { x, partial, normed, .. } = &mut *self.work;
-        if self.collective.world_size() == 1 {
-            return self.ops.experts(x, normed, routing, held);
+    /// Adds the routed experts' output for this half to the same sum.
+    pub(super) fn combine(&mut self, routing: &O::Routing) -> Result<(), TargetError> {
+        let rows = self.half.range();
+        if self.is_alone() {
+            return self.ops.combine(&mut self.work.half.x, routing, rows);
         }
+        let partial = &mut self.work.half.partial;
         if self.half.sum != Sum::Open {
             self.ops.zeros(partial, self.half.rows * self.hidden_size)?;
             self.half.sum = Sum::Open;
         }
-        self.ops.experts(partial, normed, routing, held)
+        self.ops.combine(partial, routing, rows)
     }
 
-    /// Starts to sum the ranks' parts.
+    /// This rank's part of the sum is complete.
     pub(super) fn send(&mut self) -> Result<(), TargetError> {
-        if self.half.sum == Sum::Open {
-            self.collective.start(self.turn, &mut self.work.partial)?;
-            self.half.sum = Sum::Sent;
-        }
-        Ok(())
+        if self.is_alone() { Ok(()) } else { self.ops.mark(self.turn) }
     }
 
-    /// Adds the sum of the ranks' parts to the residual stream.
-    pub(super) fn settle(&mut self) -> Result<(), TargetError> {
-        self.send()?;
-        if self.half.sum == Sum::Sent {
-            self.collective.finish(self.turn)?;
-            self.ops.add(&mut self.work.x, &self.work.partial)?;
-            self.half.sum = Sum::None;
-            self.ops.lap(Stage::Collective)?;
+    /// Adds the sum of the ranks' parts to this rank's rows of the residual stream. With a `norm`,
+    /// weights and epsilon, norms them into their place in `work.normed`.
+    pub(super) fn settle(&mut self, norm: Option<(&O::Buffer, f32)>) -> Result<(), TargetError> {
+        let (rank, ranks) = (self.collective.rank(), self.collective.world_size());
+        let first = self.own().start;
+        let Work { half, received, normed: out, .. } = &mut *self.work;
+        let norm = norm.map(|(weight, eps)| Norm { out, first, weight, eps });
+        let sum = std::mem::replace(&mut self.half.sum, Sum::None);
+        if sum == Sum::None {
+            let Some(norm) = norm else { return Ok(()) };
+            self.ops.rms_norm(&half.x, norm)?;
+            return self.ops.lap(Stage::Norms);
         }
-        Ok(())
+        let (rows, width) = (self.half.rows, self.hidden_size);
+        self.collective.scatter(&half.partial, received, [rows, width])?;
+        let rows = share(rank, ranks, rows);
+        let parts = Parts { own: &half.partial, received, rank, ranks, rows, width };
+        let write = if sum == Sum::Fresh { Write::Set } else { Write::Add };
+        self.ops.add_parts(&mut half.x, &parts, write, norm)
     }
 
-    /// Norms the residual stream into `work.normed`.
-    pub(super) fn norm(&mut self, weight: &O::Buffer, eps: f32) -> Result<(), TargetError> {
-        self.settle()?;
-        self.ops.rms_norm(&mut self.work.normed, &self.work.x, weight, eps)?;
-        self.ops.lap(Stage::Norms)
+    /// Brings all rows of this half that [`Step::settle`] has normed into `work.normed`.
+    pub(super) fn gather_normed(&mut self) -> Result<(), TargetError> {
+        let (first, width) = (self.half.first, self.hidden_size);
+        let table = Table { own: None, all: &mut self.work.normed, first, width };
+        self.collective.gather(&mut [table], self.half.rows)
     }
 }

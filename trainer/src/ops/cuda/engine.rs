@@ -2,6 +2,7 @@
 //! that takes turns with burn's, and the first fault. Knows no tensors.
 
 use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -150,6 +151,17 @@ impl Work<'_> {
     ) -> Result<(), CudaError> {
         self.blas.matmul(out, a, b, product)
     }
+
+    /// A product in the first of two matrices that adds to the second.
+    pub(super) fn product_onto(
+        &mut self,
+        out_and_sum: (&DeviceMatrix, &DeviceMatrix),
+        a: &DeviceMatrix,
+        b: &DeviceMatrix,
+        product: Product,
+    ) -> Result<(), CudaError> {
+        self.blas.matmul_onto(out_and_sum, a, b, product)
+    }
 }
 
 /// Runs an operation behind all that burn was given so far, and before all it is given later. The
@@ -176,6 +188,20 @@ pub(super) fn run(
     });
     if let Err(error) = outcome {
         note(&error);
+    }
+}
+
+/// Runs a task on the thread of burn's runtime, to which every call from elsewhere is a message and
+/// mostly a wait for its answer. A panic of the task goes on here.
+pub(super) fn on_runtime<R: Send + 'static>(
+    device: &CudaDevice,
+    task: impl FnOnce() -> R + Send,
+) -> R {
+    let caught = || catch_unwind(AssertUnwindSafe(task));
+    match CudaRuntime::client(device).exclusive(caught) {
+        Ok(Ok(result)) => result,
+        Ok(Err(panic)) => resume_unwind(panic),
+        Err(error) => resume_unwind(Box::new(format!("burn's runtime: {error:?}"))),
     }
 }
 

@@ -14,20 +14,30 @@ use kernels::cuda::{Product, Turn};
 
 pub use self::engine::{Part, open, settle, start_timer, take_times, tensor_memory};
 use self::engine::{run, take_fault};
-use self::views::{T, empty, heads, ids, in_rows, matrix, vector};
+use self::views::{T, empty, exclusive, heads, ids, in_place, in_rows, matrix, vector};
 use super::{
     AdamWState, AdamWStep, AttentionOperands, AttentionPlan, DeviceFault, DistillRows, Distilled,
     DraftGradients, DraftOps, RotaryTable, RowIndex, TeacherHead,
 };
 use crate::draft::Param;
 
-/// `x [n, in]` times the transpose of `weight [out, in]`, of the type of `x`.
-fn project(x: T<2>, weight: T<2>) -> T<2> {
+/// See [`DraftOps::project_part`]. In place of `sum` if nobody else holds it; of the type of `x`.
+fn project_part(x: T<2>, weight: T<2>, first: usize, sum: Option<T<2>>) -> T<2> {
     let (x, weight) = (in_rows(x), in_rows(weight));
-    let device = x.device();
-    let out = empty([x.dims()[0], weight.dims()[0]], (&device, x.dtype()));
-    let views = (matrix(&out), matrix(&x), matrix(&weight));
-    run(&device, Part::Gemm, |work| work.product(&views.0, &views.1, &views.2, Product::LINEAR));
+    let ([rows, width], device) = (x.dims(), x.device());
+    let fresh = || empty([rows, weight.dims()[0]], (&device, x.dtype()));
+    let accumulate = sum.is_some();
+    let (sum, out) = match sum {
+        Some(sum) => in_place(in_rows(sum)),
+        None => {
+            let out = fresh();
+            (out.clone(), out)
+        }
+    };
+    let product = Product { accumulate, ..Product::LINEAR };
+    let (onto, x) = ((matrix(&out), matrix(&sum)), matrix(&x));
+    let part = matrix(&weight).columns(first..first + width);
+    run(&device, Part::Gemm, |work| work.product_onto((&onto.0, &onto.1), &x, &part, product));
     out
 }
 
@@ -37,9 +47,8 @@ fn norm_weight(weight: T<1>) -> T<1> {
 }
 
 fn rotate(x: T<3>, table: &RotaryTable<Cuda>, positions: &RowIndex<Cuda>, direction: f32) -> T<3> {
-    let x = in_rows(x);
+    let (x, out) = in_place(in_rows(x));
     let device = x.device();
-    let out = empty(x.dims(), (&device, x.dtype()));
     let (cos, sin) = (in_rows(table.cos.clone()), in_rows(table.sin.clone()));
     let call = Turn {
         out: heads(&out),
@@ -56,8 +65,13 @@ fn rotate(x: T<3>, table: &RotaryTable<Cuda>, positions: &RowIndex<Cuda>, direct
 }
 
 impl DraftOps for Cuda {
-    fn project(x: Tensor<Self, 2>, weight: Tensor<Self, 2>) -> Tensor<Self, 2> {
-        project(x, weight)
+    fn project_part(
+        x: Tensor<Self, 2>,
+        weight: Tensor<Self, 2>,
+        first: usize,
+        sum: Option<Tensor<Self, 2>>,
+    ) -> Tensor<Self, 2> {
+        project_part(x, weight, first, sum)
     }
 
     fn rms_norm(x: Tensor<Self, 2>, weight: Tensor<Self, 1>, eps: f64) -> Tensor<Self, 2> {
@@ -94,6 +108,18 @@ impl DraftOps for Cuda {
         let out = empty([rows.len(), x.dims()[1]], (&device, x.dtype()));
         let views = (matrix(&out), matrix(&x), ids(&rows.device));
         run(&device, Part::Rows, |work| work.launch.embed(&views.0, &views.1, views.2, 0));
+        out
+    }
+
+    fn place_rows(
+        into: Tensor<Self, 2>,
+        x: Tensor<Self, 2>,
+        places: &RowIndex<Self>,
+    ) -> Tensor<Self, 2> {
+        let (out, x) = (exclusive(into), in_rows(x));
+        let device = x.device();
+        let views = (matrix(&out), matrix(&x), ids(&places.device));
+        run(&device, Part::Rows, |work| work.launch.scatter_rows(&views.0, &views.1, views.2));
         out
     }
 
@@ -135,6 +161,14 @@ impl DraftOps for Cuda {
 
     fn square_sums(gradients: &[Param<Self>]) -> Vec<f64> {
         optimizer::square_sums(gradients)
+    }
+
+    fn on_device<R: Send + 'static>(device: &Self::Device, task: impl FnOnce() -> R + Send) -> R {
+        engine::on_runtime(device, task)
+    }
+
+    fn memory(device: &Self::Device) -> Option<u64> {
+        settle(device).ok().map(|[_, all]| all as u64)
     }
 
     fn fault(_device: &Self::Device) -> Option<DeviceFault> {

@@ -4,7 +4,7 @@ use burn::tensor::DType;
 use kernels::cuda::{AdamWNumbers, AdamWViews, DeviceMatrix, DeviceVector, SQUARE_PARTS};
 
 use super::engine::{Part, fetch, run};
-use super::views::{T, empty, exclusive, in_rows, matrix, vector};
+use super::views::{T, empty, exclusive, in_place, in_rows, matrix, vector};
 use crate::draft::Param;
 use crate::ops::{AdamWState, AdamWStep};
 use burn::backend::Cuda;
@@ -28,9 +28,9 @@ pub(super) fn adamw_step<const D: usize>(
     };
     let device = state.param.device();
     let master = state.master.map(exclusive);
-    // The rounded copy is written only; the draft of the step before still holds the old one.
+    // The rounded copy is written only.
     let param = match &master {
-        Some(_) => empty(state.param.dims(), (&device, state.param.dtype())),
+        Some(_) => in_place(in_rows(state.param)).1,
         None => exclusive(state.param),
     };
     let (first, second) = (exclusive(state.first), exclusive(state.second));

@@ -17,6 +17,9 @@ pub(super) type T<const D: usize> = Tensor<Cuda, D>;
 /// An integer tensor of the backend, i32.
 pub(super) type Ids = Tensor<Cuda, 1, Int>;
 
+/// Bytes that the size of a large tensor's memory is a multiple of.
+const GRAIN: usize = 2 << 20;
+
 type Raw = CubeTensor<CudaRuntime>;
 
 fn fault(message: String) {
@@ -75,6 +78,19 @@ pub(super) fn exclusive<const D: usize>(x: T<D>) -> T<D> {
         true => tensor(raw),
         false => tensor::<D>(raw).mul_scalar(1.0),
     }
+}
+
+/// The tensor, and where an operation that reads and writes place by place may put its result: the
+/// same memory if nobody else holds it, else new memory.
+pub(super) fn in_place<const D: usize>(x: T<D>) -> (T<D>, T<D>) {
+    let raw: Raw = x.into_primitive().tensor();
+    let alone = raw.can_mut();
+    let x = tensor::<D>(raw);
+    let out = match alone {
+        true => x.clone(),
+        false => empty(x.dims(), (&x.device(), x.dtype())),
+    };
+    (x, out)
 }
 
 /// View of a matrix, or of a vector as one row. The tensor comes from [`in_rows`] or [`empty`].
@@ -136,7 +152,9 @@ pub(super) fn empty<const D: usize>(
 ) -> T<D> {
     let client = CudaRuntime::client(device);
     let bytes = shape.iter().product::<usize>().max(1) * dtype.size();
-    let handle = client.empty(bytes);
+    // Rows of steps differ by a few; in whole grains one step's memory serves the next.
+    let grain = if bytes < 8 * GRAIN { 1 } else { GRAIN };
+    let handle = client.empty(bytes.next_multiple_of(grain));
     tensor(CubeTensor::new_contiguous(client, device.clone(), Shape::from(shape), handle, dtype))
 }
 

@@ -1,18 +1,29 @@
 //! Gradients of the operations on burn's CPU backend. Connects tensors with the slices of `cpu`;
 //! knows no arithmetic.
 
+use std::ops::Range;
+
 use burn::backend::Flex;
+use burn::backend::flex::FlexTensor;
 use burn::tensor::Tensor;
 use burn::tensor::TensorPrimitive;
-use kernels::gemm::{GemmDims, matmul_nn, matmul_tn};
+use kernels::gemm::{GemmView, GemmViewMut, matmul};
 
 use super::super::cpu::attention::{self, HostPlan};
 use super::super::cpu::{rows, threads};
-use super::super::{AttentionOperands, DraftGradients, EarlierSums};
+use super::super::{AttentionOperands, DraftGradients, DraftOps, EarlierSums, NormSums};
 use super::{
     AttentionPlan, DistillRows, Distilled, Host, HostRotation, RotaryTable, RowIndex, TeacherHead,
     attend, compact, distilled, flex, head_tensors, outcome_tensor, tensor, with_operands,
 };
+
+/// A sum with storage of its own, or zeros; and whether there was a sum.
+fn sum_or_zeros(sum: Option<Tensor<Flex, 2>>, shape: [usize; 2]) -> (FlexTensor, bool) {
+    match sum {
+        Some(sum) => (compact(Host::of(sum)), true),
+        None => (flex(vec![0.0; shape.iter().product()], shape), false),
+    }
+}
 
 impl DraftGradients for Flex {
     type Kept = ();
@@ -20,53 +31,60 @@ impl DraftGradients for Flex {
     fn project_input_gradient(
         gradient: Tensor<Self, 2>,
         weight: Tensor<Self, 2>,
+        columns: Range<usize>,
+        sum: Option<Tensor<Self, 2>>,
     ) -> Tensor<Self, 2> {
         let (gradient, weight) = (Host::of(gradient), Host::of(weight));
-        let ([m, k], [_, n]) = (gradient.dims(), weight.dims());
-        let mut dx = vec![0.0; m * n];
-        let dims = GemmDims { m, n, k };
-        matmul_nn(&mut dx, gradient.values(), weight.values(), dims, false, threads());
-        tensor(flex(dx, [m, n]))
+        let ([m, k], [_, whole], n) = (gradient.dims(), weight.dims(), columns.len());
+        let (mut dx, accumulate) = sum_or_zeros(sum, [m, n]);
+        let part = GemmView::new(&weight.values()[columns.start..], [k, n], whole);
+        let into = GemmViewMut::new(dx.storage_mut::<f32>(), [m, n], n);
+        matmul(into, GemmView::new(gradient.values(), [m, k], k), part, accumulate, threads());
+        tensor(dx)
     }
 
     fn project_weight_gradient(
         gradient: Tensor<Self, 2>,
         x: Tensor<Self, 2>,
+        (first, width): (usize, usize),
         sum: Option<Tensor<Self, 2>>,
     ) -> Tensor<Self, 2> {
         let (gradient, x) = (Host::of(gradient), Host::of(x));
         let ([k, m], [_, n]) = (gradient.dims(), x.dims());
-        let dims = GemmDims { m, n, k };
-        let accumulate = sum.is_some();
-        let mut sum = match sum {
-            Some(sum) => compact(Host::of(sum)),
-            None => flex(vec![0.0; m * n], [m, n]),
-        };
-        let into = sum.storage_mut::<f32>();
-        matmul_tn(into, gradient.values(), x.values(), dims, accumulate, threads());
+        let (mut sum, accumulate) = sum_or_zeros(sum, [m, width]);
+        let into = GemmViewMut::new(&mut sum.storage_mut::<f32>()[first..], [m, n], width);
+        let upstream = GemmView::new(gradient.values(), [k, m], m).transposed();
+        matmul(into, upstream, GemmView::new(x.values(), [k, n], n), accumulate, threads());
         tensor(sum)
     }
 
     fn rms_norm_gradients(
         gradient: Tensor<Self, 2>,
         x: Tensor<Self, 2>,
-        weight: Tensor<Self, 1>,
-        eps: f64,
+        (weight, eps): (Tensor<Self, 1>, f64),
+        sums: NormSums<Self>,
     ) -> (Tensor<Self, 2>, Tensor<Self, 1>) {
         let (gradient, x, weight) = (Host::of(gradient), Host::of(x), Host::of(weight));
         let values = (gradient.values(), x.values(), weight.values());
         let (dx, dw) = rows::rms_norm_backward(values.0, values.1, values.2, eps as f32);
-        (tensor(flex(dx, x.dims::<2>())), tensor(flex(dw, weight.dims::<1>())))
+        let dx: Tensor<Self, 2> = tensor(flex(dx, x.dims::<2>()));
+        let dw: Tensor<Self, 1> = tensor(flex(dw, weight.dims::<1>()));
+        (
+            sums.input.map_or(dx.clone(), |sum| sum + dx),
+            sums.weight.map_or(dw.clone(), |sum| sum + dw),
+        )
     }
 
     fn swiglu_gradients(
         gradient: Tensor<Self, 2>,
         gate: Tensor<Self, 2>,
         up: Tensor<Self, 2>,
-    ) -> [Tensor<Self, 2>; 2] {
+    ) -> [Tensor<Self, 2>; 3] {
+        let act = Self::swiglu(gate.clone(), up.clone());
         let (gradient, gate, up) = (Host::of(gradient), Host::of(gate), Host::of(up));
         let parts = rows::swiglu_backward(gradient.values(), gate.values(), up.values());
-        [parts.0, parts.1].map(|part| tensor(flex(part, gate.dims::<2>())))
+        let [d_gate, d_up] = [parts.0, parts.1].map(|part| tensor(flex(part, gate.dims::<2>())));
+        [d_gate, d_up, act]
     }
 
     fn rope_gradient(

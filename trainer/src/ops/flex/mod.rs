@@ -9,7 +9,7 @@ use burn::backend::Flex;
 use burn::backend::flex::FlexTensor;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive};
-use kernels::gemm::{GemmDims, matmul_nt};
+use kernels::gemm::{GemmDims, GemmView, GemmViewMut, matmul, matmul_nt};
 
 use super::cpu::adamw;
 use super::cpu::attention::{self, HeadSizes, HostPlan, Operands};
@@ -61,12 +61,20 @@ fn compact(host: Host) -> FlexTensor {
     }
 }
 
-fn project(x: &Host, weight: &Host) -> FlexTensor {
-    let ([m, k], [n, _]) = (x.dims(), weight.dims());
-    let mut out = vec![0.0; m * n];
-    let dims = GemmDims { m, n, k };
-    matmul_nt(&mut out, x.values(), weight.values(), dims, false, threads());
-    flex(out, [m, n])
+fn project_part(x: &Host, weight: &Host, first: usize, sum: Option<Host>) -> FlexTensor {
+    let ([m, k], [n, whole]) = (x.dims(), weight.dims());
+    let accumulate = sum.is_some();
+    let mut out = sum.map_or_else(|| flex(vec![0.0; m * n], [m, n]), compact);
+    let into = out.storage_mut::<f32>();
+    if k == whole {
+        let dims = GemmDims { m, n, k };
+        matmul_nt(into, x.values(), weight.values(), dims, accumulate, threads());
+    } else {
+        let part = GemmView::new(&weight.values()[first..], [n, k], whole).transposed();
+        let (into, x) = (GemmViewMut::new(into, [m, n], n), GemmView::new(x.values(), [m, k], k));
+        matmul(into, x, part, accumulate, threads());
+    }
+    out
 }
 
 /// Angles of a rotation on the host.
@@ -181,8 +189,13 @@ fn outcome_tensor(outcomes: Vec<f32>) -> FlexTensor {
 }
 
 impl DraftOps for Flex {
-    fn project(x: Tensor<Self, 2>, weight: Tensor<Self, 2>) -> Tensor<Self, 2> {
-        tensor(project(&Host::of(x), &Host::of(weight)))
+    fn project_part(
+        x: Tensor<Self, 2>,
+        weight: Tensor<Self, 2>,
+        first: usize,
+        sum: Option<Tensor<Self, 2>>,
+    ) -> Tensor<Self, 2> {
+        tensor(project_part(&Host::of(x), &Host::of(weight), first, sum.map(Host::of)))
     }
 
     fn rms_norm(x: Tensor<Self, 2>, weight: Tensor<Self, 1>, eps: f64) -> Tensor<Self, 2> {

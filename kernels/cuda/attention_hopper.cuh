@@ -1,6 +1,6 @@
-// Pieces of attention by warpgroup products (wgmma) of Hopper, put before the sources that use
-// them: barriers, products, the running softmax, and the forward loop of a warpgroup over tiles of
-// keys. Knows nothing of where tiles come from. Empty for other architectures.
+// Pieces of attention by warpgroup products (wgmma) of Hopper, put after hopper.cuh before the
+// sources that use them: products, copies by TMA, the running softmax, the forward loop of a
+// warpgroup over tiles of keys, and how results are written. Empty for other architectures.
 
 #if __CUDA_ARCH__ == 900 && defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -12,43 +12,11 @@
 #define CONSUMER_WARPS 8
 #define LOG2E 1.4426950408889634f
 
-__device__ __forceinline__ u32 shared_address(const void* p) {
-    return (u32)__cvta_generic_to_shared(p);
-}
-
-__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-// Waits for the end of the phase of this parity.
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-    asm volatile(
-        "{\n.reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@done bra end;\n"
-        "bra again;\n"
-        "end:\n}\n" ::"r"(barrier),
-        "r"(parity)
-        : "memory");
-}
 // Makes ordinary writes to shared memory visible to the tensor cores.
 __device__ __forceinline__ void fence_for_products() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-__device__ __forceinline__ void products_begin() {
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void products_commit() {
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-template <int PENDING>
-__device__ __forceinline__ void products_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
 // What the copy engine knows of a tensor [rows, heads, width], made by the driver.
 struct alignas(64) TensorMap {
     u64 words[16];
@@ -72,13 +40,6 @@ __device__ __forceinline__ void copy_tile(u32 to, const TensorMap& map, u32 barr
             "[%1, {%3, %4, %5}], [%2];" ::"r"(to + block * COUNT * 128),
             "l"(&map), "r"(barrier), "r"(block * 64), "r"(head), "r"((i32)row)
             : "memory");
-}
-
-// Keeps the compiler from moving uses of registers across a wait or a fence.
-template <int N>
-__device__ __forceinline__ void pin(float (&x)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
 }
 
 __device__ __forceinline__ float exp2_fast(float x) {
@@ -290,11 +251,6 @@ __device__ __forceinline__ void pack(u32 (&p)[8][4], const float (&s)[64]) {
 #pragma unroll
         for (int i = 0; i < 4; i++)
             p[step][i] = pack_bf16(s[8 * step + 2 * i], s[8 * step + 2 * i + 1]);
-}
-
-__device__ __forceinline__ void release(u32 barrier) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
 }
 
 // d = a b^T: a [64, WIDTH] of tiles of A_ROWS rows, b [n, WIDTH] of tiles of B_ROWS rows.

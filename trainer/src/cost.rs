@@ -1,0 +1,249 @@
+//! What a training step asks of a device: floating-point operations of its products, one by one.
+//! Knows shapes and rows, no tensors.
+
+use crate::batch::BatchTokens;
+use crate::draft::{AttentionConfig, DraftConfig};
+use crate::masks::{Layout, RowPlan};
+use crate::ops::Activations;
+use crate::plan::{distinct, given_tokens};
+
+/// One product of the step, over all steps of the draft.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ProductCost {
+    /// What it makes.
+    pub name: &'static str,
+    /// Multiplications and additions of the forward pass.
+    pub forward: f64,
+    /// Those of the backward pass.
+    pub backward: f64,
+}
+
+/// Sizes that products have.
+struct Sizes {
+    /// Rows of first projections: those of queries, those of keys and values.
+    first: [usize; 2],
+    /// Entries of what further projections of latent attention have for each query and key row.
+    second: [usize; 2],
+    /// Columns of the attention's output.
+    mixed: usize,
+}
+
+impl Sizes {
+    fn of(config: &DraftConfig) -> Self {
+        let heads = config.num_attention_heads;
+        match config.attention {
+            AttentionConfig::Gqa { num_key_value_heads, head_dim } => Self {
+                first: [heads * head_dim, 2 * num_key_value_heads * head_dim],
+                second: [0; 2],
+                mixed: heads * head_dim,
+            },
+            AttentionConfig::Mla {
+                q_lora_rank: q,
+                kv_lora_rank: kv,
+                qk_nope_head_dim: nope,
+                qk_rope_head_dim: rope,
+                v_head_dim: v,
+            } => Self {
+                first: [q, kv + rope],
+                second: [heads * (nope + rope) * q, heads * (nope + v) * kv],
+                mixed: heads * v,
+            },
+        }
+    }
+}
+
+/// The products of a step on `rows` of a batch.
+pub fn products(
+    config: &DraftConfig,
+    tokens: &BatchTokens,
+    rows: &RowPlan,
+    activations: Activations,
+) -> Vec<ProductCost> {
+    let width = config.hidden_size;
+    let [key_tokens, query_tokens] = given_tokens(tokens, rows).map(|list| list.len());
+    let queries: usize = rows.need.iter().map(Vec::len).sum();
+    let keys = rows.base.len() + rows.need.iter().skip(1).map(Vec::len).sum::<usize>();
+    let Sizes { first, second, mixed } = Sizes::of(config);
+    // Rows times entries of the weight; inputs that are trained have a gradient too.
+    let cost = |name, entries: usize, trained_input: bool| {
+        let forward = 2.0 * entries as f64;
+        ProductCost { name, forward, backward: forward * if trained_input { 2.0 } else { 1.0 } }
+    };
+    let mlp = 3 * width * config.intermediate_size;
+    let mut list = vec![
+        cost("fc", rows.base.len() * config.num_aux * width * width, config.fc_norm),
+        cost("tokens' half", (query_tokens * first[0] + key_tokens * first[1]) * width, true),
+        cost("states' half", (queries * first[0] + keys * first[1]) * width, true),
+        cost("latent heads", queries * second[0] + keys * second[1], true),
+        cost("attention output", queries * mixed * width, true),
+        cost("mlp", queries * mlp, true),
+        cost("draft head", queries * config.draft_vocab_size * width, true),
+        cost("teacher", states(tokens, rows) * config.vocab_size * width, false),
+    ];
+    for product in &mut list {
+        match product.name {
+            "teacher" => product.backward = 0.0,
+            "mlp" if activations == Activations::Recompute => {
+                product.backward += product.forward * 2.0 / 3.0;
+            }
+            _ => {}
+        }
+    }
+    list.retain(|product| product.forward > 0.0);
+    list
+}
+
+/// Teacher states that rows are compared with.
+fn states(tokens: &BatchTokens, rows: &RowPlan) -> usize {
+    let layout = Layout::new(tokens);
+    let of_step = |(step, need): (usize, &Vec<u32>)| {
+        let slot = |&row: &u32| layout.ahead(row as usize, 1 + step).unwrap_or(layout.rows());
+        need.iter().map(|row| slot(row) as u32).collect::<Vec<_>>()
+    };
+    distinct(rows.need.iter().enumerate().flat_map(of_step)).len()
+}
+
+/// Bytes on the device that a run needs at its peak, by what they are for.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct MemoryPlan {
+    /// Parameters as computed with, and their gradients.
+    pub parameters: u64,
+    /// f32 parameters and moments of the optimizer.
+    pub optimizer: u64,
+    /// Embedding and head of the target.
+    pub target: u64,
+    /// What the forward pass leaves for the backward pass, with everything kept.
+    pub activations: u64,
+    /// How much of that [`Activations::Recompute`] saves.
+    pub recomputed: u64,
+    /// States of a batch, logits of blocks, gradients on their way.
+    pub other: u64,
+}
+
+/// Entries of the loss's buffers, as `ops::cuda::distill` makes them: f32 logits of teacher and
+/// draft, and the rounded gradient of the latter.
+const LOSS_BYTES: u64 = 4 * (1 << 25) + 6 * (1 << 26);
+
+impl MemoryPlan {
+    /// For batches of up to `tokens` tokens, all of them trained, and `steps` steps; `size` is the
+    /// bytes of a value that is computed with.
+    pub fn new(config: &DraftConfig, [tokens, steps]: [usize; 2], size: u64) -> Self {
+        let shapes = config.parameter_shapes();
+        let parameters: usize =
+            shapes.iter().map(|(_, shape)| shape.iter().product::<usize>()).sum();
+        let (width, inner) = (config.hidden_size, config.intermediate_size);
+        let Sizes { first, mixed, .. } = Sizes::of(config);
+        let heads = match config.attention {
+            AttentionConfig::Gqa { .. } => first[0] + first[1],
+            // Queries and keys with their rotated parts, values, and what they were made of.
+            AttentionConfig::Mla { qk_nope_head_dim, qk_rope_head_dim, .. } => {
+                let query = config.num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim);
+                2 * (first[0] + first[1]) + 2 * query + mixed
+            }
+        };
+        // Hidden state and its norm, the MLP's input, and the gradient of the head's input.
+        let row = 4 * width + heads + mixed + 2 * inner;
+        let rows = (tokens * steps) as u64;
+        let half = 2 * (first[0] + first[1]) + 2 * width;
+        let batch = tokens * ((config.num_aux + 1) * width + half + 3 * inner + 4 * width);
+        let optimizer = parameters as u64 * if size == 4 { 8 } else { 12 };
+        Self {
+            parameters: 2 * parameters as u64 * size,
+            optimizer,
+            target: 2 * (config.vocab_size * width) as u64 * size,
+            activations: rows * row as u64 * size,
+            recomputed: rows * 2 * inner as u64 * size,
+            other: batch as u64 * size + LOSS_BYTES,
+        }
+    }
+
+    /// All of it.
+    pub fn total(&self, activations: Activations) -> u64 {
+        let saved = if activations == Activations::Keep { 0 } else { self.recomputed };
+        self.parameters + self.optimizer + self.target + self.activations + self.other - saved
+    }
+
+    /// Keeps activations where nine tenths of `device` bytes are enough for that.
+    pub fn choose(&self, device: u64) -> Activations {
+        match self.total(Activations::Keep) <= device / 10 * 9 {
+            true => Activations::Keep,
+            false => Activations::Recompute,
+        }
+    }
+}
+
+impl std::fmt::Display for MemoryPlan {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let gb = |bytes: u64| bytes as f64 / 1e9;
+        write!(
+            out,
+            "{:.1} GB parameters and gradients, {:.1} optimizer, {:.1} target, {:.1} activations \
+             ({:.1} of them can be made again), {:.1} other",
+            gb(self.parameters),
+            gb(self.optimizer),
+            gb(self.target),
+            gb(self.activations),
+            gb(self.recomputed),
+            gb(self.other),
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::masks::{MaskMode, row_masks};
+
+    fn config() -> DraftConfig {
+        DraftConfig {
+            hidden_size: 7168,
+            intermediate_size: 18432,
+            num_attention_heads: 64,
+            attention: AttentionConfig::Gqa { num_key_value_heads: 64, head_dim: 128 },
+            rms_norm_eps: 1e-5,
+            rope_theta: 10000.0,
+            yarn: None,
+            vocab_size: 163_840,
+            draft_vocab_size: 32_000,
+            num_aux: 3,
+            fc_norm: false,
+            norm_output: false,
+            norm_before_residual: false,
+        }
+    }
+
+    /// Against sums made by hand for this size.
+    #[test]
+    fn products_of_a_large_draft() {
+        let tokens = BatchTokens::new((0..4096).collect(), &[1; 4096], vec![0, 4096]).unwrap();
+        let list = |rows: &RowPlan, activations| products(&config(), &tokens, rows, activations);
+        let total = |list: &[ProductCost]| -> f64 {
+            list.iter().map(|cost| cost.forward + cost.backward).sum::<f64>() / 1e12
+        };
+        let dense = list(&RowPlan::dense(4096, 7), Activations::Keep);
+        // Rows: 7 * 4096; entries of weights: half of q, k and v, o, MLP, head.
+        let weights = 7168.0 * (24576.0 + 8192.0 + 3.0 * 18432.0 + 32000.0);
+        let by_hand = 7.0 * 4096.0 * weights * 6.0
+            + 4096.0 * 7168.0 * (3.0 * 7168.0 * 4.0 + 24576.0 * 6.0)
+            + 4096.0 * 7168.0 * 163_840.0 * 2.0;
+        assert!((total(&dense) - by_hand / 1e12).abs() < 0.05, "{} {}", total(&dense), by_hand);
+        let masks = row_masks(&tokens, 7, MaskMode::Chain, &[]);
+        let sparse = RowPlan::sparse(&tokens, &masks);
+        let kept = total(&list(&sparse, Activations::Keep));
+        assert!(kept < total(&dense) && kept > 0.99 * total(&dense));
+        let again = total(&list(&sparse, Activations::Recompute));
+        let gate_and_up: usize = sparse.need.iter().map(Vec::len).sum();
+        let extra = gate_and_up as f64 * 2.0 * 2.0 * 7168.0 * 18432.0 / 1e12;
+        assert!((again - kept - extra).abs() < 1e-6 * kept);
+    }
+
+    #[test]
+    fn activations_are_made_again_where_they_do_not_fit() {
+        let plan = MemoryPlan::new(&config(), [32_768, 7], 2);
+        let [kept, again] =
+            [Activations::Keep, Activations::Recompute].map(|choice| plan.total(choice));
+        assert_eq!(kept - again, plan.recomputed);
+        assert_eq!(plan.choose(141_000_000_000), Activations::Keep, "{plan}");
+        assert_eq!(plan.choose(80_000_000_000), Activations::Recompute, "{plan}");
+    }
+}
