@@ -21,15 +21,15 @@ const EXPERTS: usize = 384;
 const TOP_K: usize = 8;
 
 /// What a time is compared with.
-enum Work {
+pub(crate) enum Work {
     /// Bytes read and written.
     Bytes(usize),
     /// Floating point operations.
     Flops(f64),
 }
 
-struct Bench<'a> {
-    gpu: &'a mut Gpu,
+pub(crate) struct Bench<'a> {
+    pub(crate) gpu: &'a mut Gpu,
     only: &'a str,
     /// Bytes a second of a copy on the device.
     copy: f64,
@@ -46,6 +46,8 @@ pub(crate) fn run(gpu: &mut Gpu, only: &str) -> Result<(), Box<dyn Error>> {
     bench.weights()?;
     bench.states()?;
     bench.attention()?;
+    bench.train_attention()?;
+    bench.train_loss()?;
     bench.expert_products()?;
     bench.products()
 }
@@ -94,7 +96,7 @@ impl Bench<'_> {
     }
 
     /// Launches of kernels, timed.
-    fn launches(
+    pub(crate) fn launches(
         &mut self,
         name: &str,
         work: &Work,
@@ -105,7 +107,7 @@ impl Bench<'_> {
     }
 
     /// Memory full of random numbers of a type.
-    fn filled(&mut self, values: usize, dtype: Dtype) -> Outcome<DeviceBuffer> {
+    pub(crate) fn filled(&mut self, values: usize, dtype: Dtype) -> Outcome<DeviceBuffer> {
         let bytes = values * dtype.size();
         let buffer = DeviceBuffer::new(self.gpu.kernels.context(), bytes)?;
         let block = self.gpu.rng.values(values.min(1 << 20), dtype);
@@ -120,7 +122,11 @@ impl Bench<'_> {
         Ok(buffer)
     }
 
-    fn matrix(&mut self, shape: [usize; 2], dtype: Dtype) -> Outcome<(DeviceBuffer, DeviceMatrix)> {
+    pub(crate) fn matrix(
+        &mut self,
+        shape: [usize; 2],
+        dtype: Dtype,
+    ) -> Outcome<(DeviceBuffer, DeviceMatrix)> {
         let buffer = self.filled(shape[0] * shape[1], dtype)?;
         let view = buffer.matrix(shape, dtype);
         Ok((buffer, view))

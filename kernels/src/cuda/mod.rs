@@ -16,6 +16,7 @@ mod moe;
 mod rows;
 mod shared_stream;
 mod stats;
+mod tensor_map;
 mod train_attention;
 mod train_loss;
 mod train_rows;
