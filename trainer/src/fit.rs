@@ -10,6 +10,7 @@ use std::path::PathBuf;
 
 use burn::tensor::FloatDType;
 use burn::tensor::backend::AutodiffBackend;
+use extractor::shutdown::Shutdown;
 use serde::Serialize;
 
 pub use self::error::FitError;
@@ -41,6 +42,8 @@ pub struct FitReport {
     pub steps: u64,
     /// Of these, in this process.
     pub new_steps: u64,
+    /// Whether it was asked to stop before the last step.
+    pub stopped: bool,
     /// Tokens of the batches of this process.
     pub tokens: u64,
     /// Wall time of this process's loop.
@@ -64,8 +67,23 @@ pub struct FitReport {
 /// first one writes.
 pub fn run<B>(
     config: &FitConfig,
+    start: (Start, &World),
+    place: (&B::Device, FloatDType),
+) -> Result<FitReport, FitError>
+where
+    B: AutodiffBackend + DraftOps + InputOps,
+    B::InnerBackend: DraftOps + ExchangeOps,
+{
+    run_until::<B>(config, start, place, &Shutdown::default())
+}
+
+/// [`run`] that ends after the step in work, with a checkpoint, when `stop` is requested in any
+/// process.
+pub fn run_until<B>(
+    config: &FitConfig,
     (start, world): (Start, &World),
     (device, dtype): (&B::Device, FloatDType),
+    stop: &Shutdown,
 ) -> Result<FitReport, FitError>
 where
     B: AutodiffBackend + DraftOps + InputOps,
@@ -86,7 +104,13 @@ where
     let (first_step, mut tokens) = (state.step, 0);
     let mut saved = None;
 
+    let mut stopped = false;
     while state.step < session.total_steps {
+        // All end after the same step, whenever the signal comes to each.
+        stopped = world.any(stop.requested())?;
+        if stopped {
+            break;
+        }
         let Some(group) = state.next_group(&mut loader, config.train.accumulate)? else { break };
         let outcome = state.train(&session, group)?;
         tokens += outcome.tokens;
@@ -120,7 +144,7 @@ where
     if let Some(why) = state.input.explain(clock.elapsed().as_secs_f64()) {
         tracing::warn!("{why}");
     }
-    if saved != Some(state.step) && state.step != first_step {
+    if saved != Some(state.step) && (state.step != first_step || start == Start::Fresh) {
         save(&session, &state, &run)?;
     }
     // The others have to find what the first one reports.
@@ -128,6 +152,7 @@ where
     Ok(FitReport {
         steps: state.step,
         new_steps: state.step - first_step,
+        stopped,
         tokens,
         seconds: clock.elapsed().as_secs_f64(),
         seconds_waited: state.input.waited(),

@@ -25,9 +25,6 @@ pub trait InputOps: Backend {
     /// Where its batches are laid out.
     type Rooms: Rooms;
 
-    /// Teacher states whose logits exist at the same time that suit the device.
-    const TEACHER_ROWS: usize;
-
     /// Memory for the batches of a device.
     fn rooms(device: &Self::Device) -> Result<Self::Rooms, DeviceFault>;
 
@@ -54,8 +51,6 @@ impl Rooms for Plain {
 impl InputOps for Flex {
     type Rooms = Plain;
 
-    const TEACHER_ROWS: usize = 512;
-
     fn rooms(_device: &Self::Device) -> Result<Plain, DeviceFault> {
         Ok(Plain)
     }
@@ -70,8 +65,6 @@ impl InputOps for Flex {
 
 impl<B: InputOps> InputOps for Autodiff<B> {
     type Rooms = B::Rooms;
-
-    const TEACHER_ROWS: usize = B::TEACHER_ROWS;
 
     fn rooms(device: &Self::Device) -> Result<Self::Rooms, DeviceFault> {
         B::rooms(device)

@@ -25,9 +25,9 @@ fn checkpoint(dir: &Path, change: impl FnOnce(&mut trainer::config::FitConfig)) 
     let mut config = support::config(&data, &dir.join("run"));
     config.train.max_steps = 2;
     change(&mut config);
+    let start = (Start::Fresh, &trainer::world::World::alone());
     let report =
-        fit::run::<Autodiff<Flex>>(&config, Start::Fresh, (&Default::default(), FloatDType::F32))
-            .unwrap();
+        fit::run::<Autodiff<Flex>>(&config, start, (&Default::default(), FloatDType::F32)).unwrap();
     Checkpoint::load(&report.checkpoint, Parts::Inference).unwrap()
 }
 

@@ -269,6 +269,7 @@ impl ExtractConfig {
             batch_tokens: self.run.batch_tokens.max(self.data.max_tokens),
             tp: self.target.tp,
             qa_norm_eps: self.target.qa_norm_eps,
+            states: self.capture.dtype,
             ..EngineOptions::new(self.model()?)
         })
     }

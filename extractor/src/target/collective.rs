@@ -36,8 +36,8 @@ pub(super) trait Collective<B>: Send {
 /// A table of which every rank has made its share of the rows.
 #[derive(Debug)]
 pub(super) struct Table<'a, B> {
-    /// This rank's share, [own rows, width].
-    pub own: &'a B,
+    /// This rank's share, [own rows, width]; absent where it is in its place already.
+    pub own: Option<&'a B>,
     /// Where all rows go, [first + rows, width].
     pub all: &'a mut B,
     /// The first of them.
@@ -226,7 +226,10 @@ impl Collective<Vec<f32>> for Threads {
         let ranks = self.shared.slots.len();
         for Table { own, all, first, width } in tables {
             all.resize((*first + rows) * *width, 0.0);
-            self.exchange(own, |rank, part| {
+            let place = share(self.rank, ranks, rows);
+            let place = (*first + place.start) * *width..(*first + place.end) * *width;
+            let own = own.map_or_else(|| all[place].to_vec(), Vec::clone);
+            self.exchange(&own, |rank, part| {
                 let place = share(rank, ranks, rows);
                 expect_values(rank, part.len(), place.len() * *width)?;
                 all[(*first + place.start) * *width..(*first + place.end) * *width]
@@ -288,10 +291,16 @@ mod tests {
                 // Each rank's share of table 7 comes together behind two rows of something else.
                 let shared = table(7)[own.start * WIDTH..own.end * WIDTH].to_vec();
                 let mut all = vec![-1.0; 2 * WIDTH];
-                let table_of = Table { own: &shared, all: &mut all, first: 2, width: WIDTH };
+                let table_of = Table { own: Some(&shared), all: &mut all, first: 2, width: WIDTH };
                 collective.gather(&mut [table_of], rows).unwrap();
                 assert_eq!(all[2 * WIDTH..], table(7));
                 assert_eq!(all[..2 * WIDTH], [-1.0; 2 * WIDTH]);
+                // The same with the share in its place.
+                all[2 * WIDTH..].fill(0.0);
+                all[(2 + own.start) * WIDTH..(2 + own.end) * WIDTH].copy_from_slice(&shared);
+                let in_place = Table { own: None, all: &mut all, first: 2, width: WIDTH };
+                collective.gather(&mut [in_place], rows).unwrap();
+                assert_eq!(all[2 * WIDTH..], table(7));
             });
         }
     }

@@ -1,6 +1,8 @@
 //! The device functions on the CPU, over the `kernels` crate, in f32. Knows nothing of ranks; it is
 //! run inside the rank's own rayon pool and uses as many threads as it is told.
 
+mod latent;
+
 use std::ops::Range;
 
 use kernels::attention::{self, AttentionShape, HeadShape};
@@ -243,15 +245,15 @@ impl Ops for CpuOps {
 
     fn rms_norm(
         &mut self,
-        out: &mut Vec<f32>,
         x: &Vec<f32>,
-        weight: &Vec<f32>,
-        eps: f32,
+        Norm { out, first, weight, eps }: Norm<'_, Vec<f32>>,
     ) -> Result<(), TargetError> {
         let width = weight.len();
-        out.resize(x.len(), 0.0);
-        self.for_rows(out, width, |row, out| {
-            norm::rms_norm(out, &x[row * width..][..out.len()], weight, eps);
+        out.resize(first * width + x.len(), 0.0);
+        self.for_rows(&mut out[first * width..], width, |row, out| {
+            for (out, x) in out.chunks_exact_mut(width).zip(x[row * width..].chunks_exact(width)) {
+                norm::rms_norm(out, x, weight, eps);
+            }
         });
         Ok(())
     }
@@ -315,24 +317,8 @@ impl Ops for CpuOps {
         });
         match norm {
             None => Ok(()),
-            Some(Norm { out, weight, eps }) => self.rms_norm(out, x, weight, eps),
+            Some(norm) => self.rms_norm(x, norm),
         }
-    }
-
-    fn mark(&mut self, _half: usize) -> Result<(), TargetError> {
-        Ok(())
-    }
-
-    fn aside(&mut self, _half: usize) -> Result<(), TargetError> {
-        Ok(())
-    }
-
-    fn abreast(&mut self, _half: usize) -> Result<(), TargetError> {
-        Ok(())
-    }
-
-    fn join(&mut self, _half: usize) -> Result<(), TargetError> {
-        Ok(())
     }
 
     fn gated(
@@ -375,55 +361,23 @@ impl Ops for CpuOps {
 
     fn split_latent(
         &mut self,
-        (latent, k_pe): (&mut Vec<f32>, &mut Vec<f32>),
+        latent: Norm<'_, Vec<f32>>,
+        k_pe: &mut Vec<f32>,
         down: &Vec<f32>,
-        (weight, eps): (&Vec<f32>, f32),
         rope: usize,
     ) -> Result<(), TargetError> {
-        let (width, whole) = (weight.len(), weight.len() + rope);
-        let rows = down.len() / whole;
-        latent.resize(rows * width, 0.0);
-        k_pe.resize(rows * rope, 0.0);
-        self.for_rows(latent, width, |row, latent| {
-            for (out, down) in latent.chunks_exact_mut(width).zip(down[row * whole..].chunks(whole))
-            {
-                norm::rms_norm(out, &down[..width], weight, eps);
-            }
-        });
-        self.for_rows(k_pe, rope, |row, k_pe| {
-            for (out, down) in k_pe.chunks_exact_mut(rope).zip(down[row * whole..].chunks(whole)) {
-                out.copy_from_slice(&down[width..]);
-            }
-        });
+        latent::split(self.threads, latent, k_pe, (down, rope));
         Ok(())
     }
 
     fn expand_latent(
         &mut self,
-        (keys, values): (&mut Vec<f32>, &mut Vec<f32>),
+        keys_values: (&mut Vec<f32>, &mut Vec<f32>),
         kv: &Vec<f32>,
         k_pe: &Vec<f32>,
         dims: &LatentDims,
     ) -> Result<(), TargetError> {
-        let LatentDims { heads, nope, rope, v } = *dims;
-        let rows = k_pe.len() / rope;
-        keys.resize(rows * heads * (nope + rope), 0.0);
-        values.resize(rows * heads * v, 0.0);
-        let source = heads * (nope + v);
-        self.for_rows(keys, heads * (nope + rope), |row, keys| {
-            for (head, key) in keys.chunks_exact_mut(nope + rope).enumerate() {
-                let row = row + head / heads;
-                let (plain, rotated) = key.split_at_mut(nope);
-                plain.copy_from_slice(&kv[row * source + head % heads * (nope + v)..][..nope]);
-                rotated.copy_from_slice(&k_pe[row * rope..][..rope]);
-            }
-        });
-        self.for_rows(values, heads * v, |row, values| {
-            for (head, value) in values.chunks_exact_mut(v).enumerate() {
-                let start = (row + head / heads) * source + head % heads * (nope + v) + nope;
-                value.copy_from_slice(&kv[start..][..v]);
-            }
-        });
+        latent::expand(self.threads, keys_values, (kv, k_pe), dims);
         Ok(())
     }
 

@@ -124,10 +124,8 @@ pub(super) trait Ops: Send {
     /// `out = weight * x / rms(x)` over rows as wide as `weight`.
     fn rms_norm(
         &mut self,
-        out: &mut Self::Buffer,
         x: &Self::Buffer,
-        weight: &Self::Buffer,
-        eps: f32,
+        norm: Norm<'_, Self::Buffer>,
     ) -> Result<(), TargetError>;
 
     /// `out = x weight^T`, or `out += x weight^T`; x is [rows, in].
@@ -162,17 +160,25 @@ pub(super) trait Ops: Send {
 
     /// What was asked for up to now of a half of the batch, 0 or 1, is what [`Ops::aside`] waits
     /// for.
-    fn mark(&mut self, half: usize) -> Result<(), TargetError>;
+    fn mark(&mut self, _half: usize) -> Result<(), TargetError> {
+        Ok(())
+    }
 
     /// From now on functions run beside those that are not aside, in an order of their own and
     /// after what was marked for `half`.
-    fn aside(&mut self, half: usize) -> Result<(), TargetError>;
+    fn aside(&mut self, _half: usize) -> Result<(), TargetError> {
+        Ok(())
+    }
 
     /// From now on functions run in the common order again, not yet after those aside.
-    fn abreast(&mut self, half: usize) -> Result<(), TargetError>;
+    fn abreast(&mut self, _half: usize) -> Result<(), TargetError> {
+        Ok(())
+    }
 
     /// What follows runs after what ran aside for `half`.
-    fn join(&mut self, half: usize) -> Result<(), TargetError>;
+    fn join(&mut self, _half: usize) -> Result<(), TargetError> {
+        Ok(())
+    }
 
     /// `out = silu(x gate^T) * (x up^T)`; `work` has room for twice the width of `out`.
     fn gated(
@@ -190,12 +196,13 @@ pub(super) trait Ops: Send {
         head_dim: usize,
     ) -> Result<(), TargetError>;
 
-    /// Splits `down` [rows, latent + rope] into the normed latent, as wide as `weight`, and `k_pe`.
+    /// Splits `down` [rows, latent + rope] into the normed latent, as wide as the norm's weight,
+    /// and `k_pe`, which has its first row where the norm has it.
     fn split_latent(
         &mut self,
-        latent_k_pe: (&mut Self::Buffer, &mut Self::Buffer),
+        latent: Norm<'_, Self::Buffer>,
+        k_pe: &mut Self::Buffer,
         down: &Self::Buffer,
-        weight_eps: (&Self::Buffer, f32),
         rope: usize,
     ) -> Result<(), TargetError>;
 
@@ -292,8 +299,10 @@ pub(super) struct Parts<'a, B> {
 /// Where to write a norm, and by what.
 #[derive(Debug)]
 pub(super) struct Norm<'a, B> {
-    /// Written, [rows, width].
+    /// Written: rows from `first` on. It ends with the last of them.
     pub out: &'a mut B,
+    /// The first row written.
+    pub first: usize,
     /// One factor a column.
     pub weight: &'a B,
     /// Added to the mean square.

@@ -4,9 +4,11 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use burn::backend::{Autodiff, Cuda, Flex};
+use extractor::shutdown::Shutdown;
 use trainer::checkpoint::RunDir;
 use trainer::fit::{self, FitReport, Start};
 
+use super::Stopped;
 use super::device::{DeviceArgs, Place};
 use super::flags::ConfigFlags;
 
@@ -16,6 +18,9 @@ pub(crate) struct FitArgs {
     /// Continue this run from its newest checkpoint. Without --config its stored settings are used.
     #[arg(long, value_name = "RUN")]
     resume: Option<PathBuf>,
+    /// Where the newest checkpoint is damaged, set it aside and continue from the newest good one.
+    #[arg(long, requires = "resume")]
+    allow_older: bool,
     /// Print the report as one JSON object.
     #[arg(long)]
     json: bool,
@@ -27,6 +32,10 @@ pub(crate) struct FitArgs {
 
 /// Trains and prints a report.
 pub(crate) fn run(args: &FitArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
+    let stop = Shutdown::on_signals()?;
+    if let Some(run) = args.resume.as_ref().filter(|_| args.allow_older) {
+        RunDir::new(run).set_damaged_aside()?;
+    }
     let (start, fallback) = match &args.resume {
         None => (Start::Fresh, None),
         Some(run) => (Start::Resume, Some(RunDir::new(run).latest()?.join("config.toml"))),
@@ -39,20 +48,23 @@ pub(crate) fn run(args: &FitArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
     let (place, dtype, world) =
         args.device.open_in_world(config.train.compute, &config.to_toml())?;
     let start = (start, &world);
+    let cpu = (&Default::default(), dtype);
     let report = match place {
-        Place::Cpu => fit::run::<Autodiff<Flex>>(&config, start, (&Default::default(), dtype))?,
-        Place::Cuda(device) => fit::run::<Autodiff<Cuda>>(&config, start, (&device, dtype))?,
+        Place::Cpu => fit::run_until::<Autodiff<Flex>>(&config, start, cpu, &stop)?,
+        Place::Cuda(device) => {
+            fit::run_until::<Autodiff<Cuda>>(&config, start, (&device, dtype), &stop)?
+        }
     };
     world.finish();
-    if !world.is_first() {
-        return Ok(true);
+    match (world.is_first(), args.json) {
+        (true, true) => writeln!(out, "{}", serde_json::to_string(&report)?)?,
+        (true, false) => print(&report, out)?,
+        (false, _) => {}
     }
-    if args.json {
-        writeln!(out, "{}", serde_json::to_string(&report)?)?;
-    } else {
-        print(&report, out)?;
+    match report.stopped {
+        true => Err(Stopped.into()),
+        false => Ok(true),
     }
-    Ok(true)
 }
 
 fn print(report: &FitReport, out: &mut dyn Write) -> std::io::Result<()> {

@@ -109,6 +109,13 @@ impl World {
         Ok(())
     }
 
+    /// Whether something is so in any process.
+    pub fn any(&self, own: bool) -> Result<bool, WorldError> {
+        let mut values = [f64::from(u8::from(own))];
+        self.sum(&mut values)?;
+        Ok(values > [0.0])
+    }
+
     /// The first rank's value, on all.
     pub fn from_first(&self, value: f64) -> Result<f64, WorldError> {
         let mut values = [if self.is_first() { value } else { 0.0 }];

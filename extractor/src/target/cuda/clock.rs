@@ -40,10 +40,11 @@ impl EventClock {
     }
 
     /// Sums of the laps; the GPU has passed the last one.
-    pub(super) fn times(&self) -> Result<StageTimes, CudaError> {
+    pub(super) fn times(&self, rank: usize) -> Result<StageTimes, CudaError> {
         let mut times = StageTimes::default();
         for (stage, ends) in self.laps.iter().zip(self.events.windows(2)) {
             let milliseconds = ends[0].elapsed_ms(&ends[1]).map_err(driver("time a stage"))?;
+            tracing::trace!(target: "aerie::laps", rank, ?stage, milliseconds);
             times.charge(*stage, Duration::from_secs_f64(f64::from(milliseconds) / 1e3));
         }
         Ok(times)

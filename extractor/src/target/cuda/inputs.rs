@@ -1,26 +1,50 @@
 //! What a batch brings with it, on the GPU: token ids, positions, starts of sequences; and the
 //! rotary angles of all positions. Knows no layers.
 
-use kernels::cuda::{CudaError, DeviceBuffer, DeviceVector, upload};
+use kernels::cuda::{CudaError, DeviceBuffer, DeviceHeads, DeviceVector, Dtype, RopeView, upload};
 use kernels::rope::RopeTable;
 
+use super::buffer::CudaBuffer;
 use super::device::Device;
 use super::memory::{self, Load};
+use crate::target::spec::RopeSpec;
 
 /// Memory for the inputs of a batch.
 pub(super) struct Inputs {
     pub(super) ids: DeviceBuffer,
-    pub(super) positions: DeviceBuffer,
+    positions: DeviceBuffer,
     /// Angles of the rows of a batch.
-    pub(super) cos: DeviceBuffer,
-    pub(super) sin: DeviceBuffer,
+    cos: DeviceBuffer,
+    sin: DeviceBuffer,
     /// Starts of sequences in the halves of a batch.
     starts: [Starts; 2],
     /// Angles of all positions.
-    pub(super) cos_table: DeviceBuffer,
-    pub(super) sin_table: DeviceBuffer,
+    cos_table: DeviceBuffer,
+    sin_table: DeviceBuffer,
     /// Positions in the tables.
-    pub(super) limit: usize,
+    limit: usize,
+}
+
+/// Angles of the rows of one forward; they lie in [`Inputs`].
+#[derive(Clone, Copy, Debug)]
+pub(in crate::target) struct CudaRope {
+    /// First row of the batch.
+    first: usize,
+    rows: usize,
+    pairs: usize,
+    interleaved: bool,
+}
+
+impl CudaRope {
+    /// Angles of `rows` rows from row `first` of the batch on.
+    pub(super) fn new(spec: &RopeSpec, first: usize, rows: usize) -> Self {
+        Self { first, rows, pairs: spec.dim / 2, interleaved: spec.interleaved }
+    }
+
+    /// Rows of the batch up to the last of these.
+    pub(super) fn end(&self) -> usize {
+        self.first + self.rows
+    }
 }
 
 /// First query row and first key row of every sequence: the layers of a batch ask for the same.
@@ -64,6 +88,49 @@ impl Inputs {
         upload(&device.compute, inputs.cos_table.address(), &cos)?;
         upload(&device.compute, inputs.sin_table.address(), &sin)?;
         Ok(inputs)
+    }
+
+    /// Brings `positions` to the GPU and looks up their angles.
+    pub(super) fn look_up(
+        &self,
+        device: &Device,
+        rope: &CudaRope,
+        positions: &[u32],
+    ) -> Result<(), CudaError> {
+        let (own, pairs) = (rope.first..rope.end(), rope.pairs);
+        let table = |table: &DeviceBuffer| table.matrix([self.limit, pairs], Dtype::F32);
+        let angles =
+            |out: &DeviceBuffer| out.matrix([own.end, pairs], Dtype::F32).row_range(own.clone());
+        let sources = self.positions.vector(own.end).range(own.clone());
+        let launch = device.launch();
+        upload(&device.compute, sources.address, positions)?;
+        launch.gather_rows(&angles(&self.cos), &table(&self.cos_table), sources)?;
+        launch.gather_rows(&angles(&self.sin), &table(&self.sin_table), sources)
+    }
+
+    /// Rotates, in every head of width `head_dim`, the last values that the angles cover.
+    pub(super) fn rotate(
+        &self,
+        device: &Device,
+        x: &CudaBuffer,
+        rope: &CudaRope,
+        head_dim: usize,
+    ) -> Result<(), CudaError> {
+        let CudaRope { first, rows, pairs, interleaved } = *rope;
+        if rows == 0 {
+            return Ok(());
+        }
+        let width = x.len() / rows;
+        let (end, own) = (rope.end() * pairs, first * pairs..rope.end() * pairs);
+        let view = RopeView {
+            cos: self.cos.vector(end).range(own.clone()),
+            sin: self.sin.vector(end).range(own),
+            pairs,
+            heads: width / head_dim,
+            interleaved,
+        };
+        let heads = DeviceHeads::of(x.rows(width), head_dim, head_dim - 2 * pairs);
+        device.launch().rope(&heads, &view)
     }
 
     /// First query row and first key row of every sequence, and the totals.

@@ -6,6 +6,7 @@ mod buffer;
 mod capture;
 mod clock;
 mod device;
+mod exit;
 mod experts;
 mod gemm;
 mod grouped;
@@ -16,22 +17,25 @@ mod nccl;
 mod peers;
 mod rank;
 mod routing;
+mod rows;
 mod weights;
 
 use std::ops::Range;
 
-use kernels::cuda::{
-    DeviceBuffer, DeviceHeads, DeviceMatrix, DeviceVector, Dtype, LatentHeads, RankParts, RopeView,
-    RowNorm, copy_on_device, download, upload,
-};
+use kernels::cuda::{DeviceMatrix, DeviceVector, Dtype, copy_on_device, download, upload};
 
 use self::buffer::{CudaBuffer, CudaLinear};
 use self::capture::{CaptureLane, CudaCaptured};
 use self::clock::EventClock;
 use self::device::Device;
+pub(crate) use self::exit::LastResort;
+pub use self::exit::exit_at_once;
+#[cfg(test)]
+pub(crate) use self::exit::hang_at_exit;
 use self::experts::{CudaExperts, ExpertWork};
-use self::inputs::Inputs;
+use self::inputs::{CudaRope, Inputs};
 use self::memory::{Load, MemoryPlan, precision, room_values};
+pub use self::rank::FreeMemory;
 pub(super) use self::rank::{ceiling, start, start_shape};
 use self::routing::{Routing, RoutingMemory};
 use self::weights::{Loader, Progress};
@@ -59,16 +63,6 @@ pub(super) struct CudaOps {
     progress: Progress,
 }
 
-/// Angles of the rows of one forward; they lie in [`Inputs`].
-#[derive(Clone, Copy, Debug)]
-pub(super) struct CudaRope {
-    /// First row of the batch.
-    first: usize,
-    rows: usize,
-    pairs: usize,
-    interleaved: bool,
-}
-
 impl CudaOps {
     /// Takes the memory of `load`, if there is enough.
     fn new(device: Device, load: &Load<'_>) -> Result<Self, TargetError> {
@@ -86,8 +80,7 @@ impl CudaOps {
                 (Some(routing), Some(ExpertWork::new(&device, sizes, tokens)?))
             }
         };
-        let share = tokens.div_ceil(load.plan.world_size) * load.spec.hidden_size;
-        let capture = CaptureLane::new(&device, share * device.dtype.size())?;
+        let capture = CaptureLane::new(&device, load.captured(), load.share())?;
         let clock = EventClock::new(&device.context);
         let progress = Progress::new(plan.weights());
         Ok(Self { device, tokens, inputs, routing, experts, capture, clock, progress })
@@ -169,7 +162,7 @@ impl Ops for CudaOps {
     ) -> Result<CudaCaptured, TargetError> {
         let size = buffer.dtype().size() * width;
         let address = buffer.address() + (rows.start * size) as u64;
-        let started = self.capture.start(&self.device, address, rows.len() * size);
+        let started = self.capture.start(&self.device, address, [rows.len(), width]);
         self.device.doing("capture a layer", started)
     }
 
@@ -195,7 +188,7 @@ impl Ops for CudaOps {
         if let Some(last) = self.clock.last() {
             self.device.wait(DOING, last)?;
         }
-        self.device.doing(DOING, self.clock.times())
+        self.device.doing(DOING, self.clock.times(self.device.rank))
     }
 
     fn load_linear(
@@ -243,24 +236,11 @@ impl Ops for CudaOps {
         positions: &[u32],
         first: usize,
     ) -> Result<CudaRope, TargetError> {
-        let (rows, pairs) = (positions.len(), spec.dim / 2);
-        let own = first..first + rows;
-        self.fits(own.end)?;
-        let Self { device, inputs, .. } = self;
-        let table = |table: &DeviceBuffer| table.matrix([inputs.limit, pairs], Dtype::F32);
-        let angles =
-            |out: &DeviceBuffer| out.matrix([own.end, pairs], Dtype::F32).row_range(own.clone());
-        let sources = inputs.positions.vector(own.end).range(own.clone());
-        let launch = device.launch();
-        let result = upload(&device.compute, sources.address, positions)
-            .and_then(|()| {
-                launch.gather_rows(&angles(&inputs.cos), &table(&inputs.cos_table), sources)
-            })
-            .and_then(|()| {
-                launch.gather_rows(&angles(&inputs.sin), &table(&inputs.sin_table), sources)
-            });
-        device.doing("look up rotary angles", result)?;
-        Ok(CudaRope { first, rows, pairs, interleaved: spec.interleaved })
+        let rope = CudaRope::new(spec, first, positions.len());
+        self.fits(rope.end())?;
+        let found = self.inputs.look_up(&self.device, &rope, positions);
+        self.device.doing("look up rotary angles", found)?;
+        Ok(rope)
     }
 
     fn embed(
@@ -280,18 +260,9 @@ impl Ops for CudaOps {
         device.doing("embed", result)
     }
 
-    fn rms_norm(
-        &mut self,
-        out: &mut CudaBuffer,
-        x: &CudaBuffer,
-        weight: &CudaBuffer,
-        eps: f32,
-    ) -> Result<(), TargetError> {
-        let (device, width) = (&self.device, weight.len());
-        let result = out.set_len(x.len()).and_then(|()| {
-            device.launch().rms_norm(&out.rows(width), &x.rows(width), weight.floats(), eps)
-        });
-        device.doing("norm", result)
+    fn rms_norm(&mut self, x: &CudaBuffer, norm: Norm<'_, CudaBuffer>) -> Result<(), TargetError> {
+        let normed = self.device.rms_norm(x, norm);
+        self.device.doing("norm", normed)
     }
 
     fn matmul(
@@ -331,20 +302,8 @@ impl Ops for CudaOps {
         write: Write,
         norm: Option<Norm<'_, CudaBuffer>>,
     ) -> Result<(), TargetError> {
-        let Parts { own, received, rank, ranks, rows, width } = parts;
-        let own = own.rows(*width).row_range(rows.clone());
-        let views = RankParts { own, received: received.address(), rank: *rank, ranks: *ranks };
-        let fresh = write == Write::Set;
-        let launch = self.device.launch();
-        let result = x.set_len(rows.len() * width).and_then(|()| match norm {
-            None => launch.add_parts(&x.rows(*width), &views, None, fresh),
-            Some(Norm { out, weight, eps }) => {
-                out.set_len(rows.len() * width)?;
-                let norm = RowNorm { out: out.rows(*width), weight: weight.floats(), eps };
-                launch.add_parts(&x.rows(*width), &views, Some(&norm), fresh)
-            }
-        });
-        self.device.doing("add the parts of a sum", result)
+        let added = self.device.add_parts(x, parts, write, norm);
+        self.device.doing("add the parts of a sum", added)
     }
 
     fn mark(&mut self, half: usize) -> Result<(), TargetError> {
@@ -387,64 +346,30 @@ impl Ops for CudaOps {
         angles: &CudaRope,
         head_dim: usize,
     ) -> Result<(), TargetError> {
-        let CudaRope { first, rows, pairs, interleaved } = *angles;
-        if rows == 0 {
-            return Ok(());
-        }
-        let width = x.len() / rows;
-        let own = first * pairs..(first + rows) * pairs;
-        let view = RopeView {
-            cos: self.inputs.cos.vector((first + rows) * pairs).range(own.clone()),
-            sin: self.inputs.sin.vector((first + rows) * pairs).range(own),
-            pairs,
-            heads: width / head_dim,
-            interleaved,
-        };
-        let heads = DeviceHeads::of(x.rows(width), head_dim, head_dim - 2 * pairs);
-        let result = self.device.launch().rope(&heads, &view);
-        self.device.doing("rotate", result)
+        let rotated = self.inputs.rotate(&self.device, x, angles, head_dim);
+        self.device.doing("rotate", rotated)
     }
 
     fn split_latent(
         &mut self,
-        (latent, k_pe): (&mut CudaBuffer, &mut CudaBuffer),
+        latent: Norm<'_, CudaBuffer>,
+        k_pe: &mut CudaBuffer,
         down: &CudaBuffer,
-        (weight, eps): (&CudaBuffer, f32),
         rope: usize,
     ) -> Result<(), TargetError> {
-        let (width, device) = (weight.len(), &self.device);
-        let down = down.rows(width + rope);
-        let result = latent
-            .set_len(down.rows * width)
-            .and_then(|()| k_pe.set_len(down.rows * rope))
-            .and_then(|()| {
-                let (plain, rotated) = (down.columns(0..width), down.columns(width..width + rope));
-                device.launch().rms_norm(&latent.rows(width), &plain, weight.floats(), eps)?;
-                device.launch().copy(&k_pe.rows(rope), &rotated)
-            });
-        device.doing("split the latent", result)
+        let split = self.device.split_latent(latent, k_pe, down, rope);
+        self.device.doing("split the latent", split)
     }
 
     fn expand_latent(
         &mut self,
-        (keys, values): (&mut CudaBuffer, &mut CudaBuffer),
+        keys_values: (&mut CudaBuffer, &mut CudaBuffer),
         kv: &CudaBuffer,
         k_pe: &CudaBuffer,
         dims: &LatentDims,
     ) -> Result<(), TargetError> {
-        let LatentDims { heads, nope, rope, v } = *dims;
-        let rows = k_pe.len() / rope;
-        let (qk, device) = (nope + rope, &self.device);
-        let result = keys
-            .set_len(rows * heads * qk)
-            .and_then(|()| values.set_len(rows * heads * v))
-            .and_then(|()| {
-                let out = (&keys.rows(heads * qk), &values.rows(heads * v));
-                let (kv, k_pe) = (kv.rows(heads * (nope + v)), k_pe.rows(rope));
-                let dims = LatentHeads { heads, nope, rope, v };
-                device.launch().expand_latent(out, &kv, &k_pe, &dims)
-            });
-        device.doing("expand the latent", result)
+        let expanded = self.device.expand_latent(keys_values, kv, k_pe, dims);
+        self.device.doing("expand the latent", expanded)
     }
 
     fn append(

@@ -140,19 +140,20 @@ impl Collective<CudaBuffer> for NcclRank {
         let mut messages = Vec::new();
         for Table { own: mine, all, first, width } in tables {
             let (first, width) = (*first, *width);
-            let size = width * mine.dtype().size();
-            let place = all.address() + ((first + own.start) * size) as u64;
-            all.set_len((first + rows) * width)
-                .and_then(|()| {
-                    copy_on_device(&self.stream, place, mine.address(), own.len() * size)
-                })
-                .map_err(self.exchanging())?;
+            let size = width * all.dtype().size();
+            let here = first + own.start..first + own.end;
+            all.set_len((first + rows) * width).map_err(self.exchanging())?;
+            if let Some(mine) = mine {
+                let place = all.address() + (here.start * size) as u64;
+                copy_on_device(&self.stream, place, mine.address(), own.len() * size)
+                    .map_err(self.exchanging())?;
+            }
             let all = &**all;
             messages.extend(self.others().flat_map(|peer| {
                 let theirs = share(peer, ranks, rows);
                 let theirs = (first + theirs.start..first + theirs.end, width);
                 [
-                    message(Way::Send, mine, (0..own.len(), width), peer),
+                    message(Way::Send, all, (here.clone(), width), peer),
                     message(Way::Receive, all, theirs, peer),
                 ]
             }));

@@ -208,15 +208,25 @@ impl Collective<CudaBuffer> for PeerRank {
         rows: usize,
     ) -> Result<(), TargetError> {
         let ranks = self.group.world_size;
-        let places = self.meet(tables.iter().map(|table| table.own.address()).collect())?;
-        for (index, Table { own, all, first, width }) in tables.iter_mut().enumerate() {
+        let here = share(self.rank, ranks, rows);
+        let mut addresses = Vec::with_capacity(tables.len());
+        for Table { own, all, first, width } in tables.iter_mut() {
             self.exchanging(all.set_len((*first + rows) * *width))?;
-            let size = *width * own.dtype().size();
-            for rank in self.others().chain([self.rank]) {
-                let place = share(rank, ranks, rows);
-                let target = all.address() + ((*first + place.start) * size) as u64;
-                let source = places[rank].get(index).copied().unwrap_or(0);
-                self.copy(target, (source, 0..place.len()), size)?;
+            let size = *width * all.dtype().size();
+            let place = all.address() + ((*first + here.start) * size) as u64;
+            if let Some(own) = own {
+                self.copy(place, (own.address(), 0..here.len()), size)?;
+            }
+            addresses.push(place);
+        }
+        let places = self.meet(addresses)?;
+        for (index, Table { all, first, width, .. }) in tables.iter().enumerate() {
+            let size = width * all.dtype().size();
+            for peer in self.others() {
+                let theirs = share(peer, ranks, rows);
+                let target = all.address() + ((first + theirs.start) * size) as u64;
+                let source = places[peer].get(index).copied().unwrap_or(0);
+                self.copy(target, (source, 0..theirs.len()), size)?;
             }
         }
         Ok(())

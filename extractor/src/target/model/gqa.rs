@@ -8,7 +8,7 @@ use super::step::{Input, Stage, Step};
 use super::work::Work;
 use crate::target::error::TargetError;
 use crate::target::kv::LayerCache;
-use crate::target::ops::{AttentionDims, Ops, Rows, Write};
+use crate::target::ops::{AttentionDims, Norm, Ops, Rows, Write};
 use crate::target::spec::GqaSpec;
 
 pub(super) struct Gqa<O: Ops> {
@@ -86,7 +86,8 @@ impl<O: Ops> Gqa<O> {
         for (out, projection) in [(&mut *q, &self.q), (&mut *k, &self.k), (v, &self.v)] {
             projection.apply(step.ops, out, normed, range.clone())?;
             if let Some(norm) = &projection.norm {
-                step.ops.rms_norm(spare, out, norm, self.eps)?;
+                let norm = Norm { out: spare, first: 0, weight: norm, eps: self.eps };
+                step.ops.rms_norm(out, norm)?;
                 std::mem::swap(out, spare);
             }
         }

@@ -7,7 +7,7 @@ use super::work::Work;
 use crate::target::collective::Table;
 use crate::target::error::TargetError;
 use crate::target::kv::LayerCache;
-use crate::target::ops::{AttentionDims, LatentDims, Ops, Rows, Write};
+use crate::target::ops::{AttentionDims, LatentDims, Norm, Ops, Rows, Write};
 use crate::target::spec::MlaSpec;
 
 pub(super) struct Mla<O: Ops> {
@@ -77,29 +77,28 @@ impl<O: Ops> Mla<O> {
     /// rank makes that of its own rows, which are narrow and so quick to exchange.
     pub(super) fn prepare(&self, step: &mut Step<'_, O>) -> Result<(), TargetError> {
         let alone = step.is_alone();
-        let Query::Latent { down, norm, .. } = &self.query else {
+        let Query::Latent { down, norm: q_norm, .. } = &self.query else {
             return if alone { Ok(()) } else { step.gather_normed() };
         };
+        let own = step.own();
+        let first = own.start - step.half.first;
         let Work { half, normed, q_latent, latent, .. } = &mut *step.work;
-        let (input, made) = match alone {
-            true => (&*normed, &mut half.latents),
-            false => (&half.shard, &mut half.own),
-        };
-        step.ops.matmul(q_latent, Rows::all(input), down, Write::Set)?;
-        step.ops.rms_norm(&mut made.q, q_latent, norm, self.latent_eps)?;
-        step.ops.matmul(latent, Rows::all(input), &self.down, Write::Set)?;
-        let norm = (&self.latent_norm, self.latent_eps);
-        let outputs = (&mut made.kv, &mut made.k_pe);
-        step.ops.split_latent(outputs, latent, norm, self.dims.rope)?;
+        let latents = &mut half.latents;
+        let input = |range| Rows { of: &*normed, range: Some(range) };
+        let norm = |out, weight| Norm { out, first, weight, eps: self.latent_eps };
+        step.ops.matmul(q_latent, input(own.clone()), down, Write::Set)?;
+        step.ops.rms_norm(q_latent, norm(&mut latents.q, q_norm))?;
+        step.ops.matmul(latent, input(own), &self.down, Write::Set)?;
+        let kv = norm(&mut latents.kv, &self.latent_norm);
+        step.ops.split_latent(kv, &mut latents.k_pe, latent, self.dims.rope)?;
         if alone {
             return Ok(());
         }
-        let (own, all) = (&half.own, &mut half.latents);
-        let table = |own, all, width| Table { own, all, first: 0, width };
+        let table = |all, width| Table { own: None, all, first: 0, width };
         let tables = &mut [
-            table(&own.q, &mut all.q, self.q_rank),
-            table(&own.kv, &mut all.kv, self.kv_rank),
-            table(&own.k_pe, &mut all.k_pe, self.dims.rope),
+            table(&mut latents.q, self.q_rank),
+            table(&mut latents.kv, self.kv_rank),
+            table(&mut latents.k_pe, self.dims.rope),
         ];
         step.collective.gather(tables, step.half.rows)
     }
@@ -136,9 +135,9 @@ impl<O: Ops> Mla<O> {
                 let input = |range| Rows { of: &*normed, range };
                 step.ops.matmul(q, input(range.clone()), weight, Write::Set)?;
                 step.ops.matmul(latent, input(range), &self.down, Write::Set)?;
-                let norm = (&self.latent_norm, self.latent_eps);
-                let outputs = (&mut latents.kv, &mut latents.k_pe);
-                step.ops.split_latent(outputs, latent, norm, self.dims.rope)?;
+                let (weight, eps) = (&self.latent_norm, self.latent_eps);
+                let norm = Norm { out: &mut latents.kv, first: 0, weight, eps };
+                step.ops.split_latent(norm, &mut latents.k_pe, latent, self.dims.rope)?;
             }
             Query::Latent { up, .. } => {
                 step.ops.matmul(q, Rows::all(&latents.q), up, Write::Set)?;

@@ -249,6 +249,7 @@ impl<O: Ops> Model<O> {
                 reader.embeddings(&mut output, step)
             })
         })?;
+        step.each_half(|step| step.arrive(Stage::Rest))?;
         step.ops.lap(Stage::Rest)?;
         let mut pending = Vec::new();
         let depth = self.spec.depth(reader.wanted);
@@ -274,7 +275,7 @@ impl<O: Ops> Model<O> {
         })?;
         let head = self.head.as_ref().unwrap_or(&self.embed);
         step.each_half(|step| {
-            step.arrive()?;
+            step.arrive(Stage::Rest)?;
             reader.head(&mut output, step, head)
         })?;
         output.times = step.ops.times()?;
@@ -331,7 +332,7 @@ impl<O: Ops> Layer<O> {
         eps: f32,
     ) -> Result<Option<O::Routing>, TargetError> {
         step.each_half(|step| {
-            step.arrive()?;
+            step.arrive(Stage::Collective)?;
             let cache = cache.as_deref_mut();
             match &self.attention {
                 Attention::Mla(mla) => mla.forward(step, cache),
@@ -349,7 +350,7 @@ impl<O: Ops> Layer<O> {
             Block::Moe(moe) => Ok(Some(moe.forward(step)?)),
             Block::Dense(mlp) => {
                 step.each_half(|step| {
-                    step.arrive()?;
+                    step.arrive(Stage::Collective)?;
                     mlp.forward(step)?;
                     step.send()
                 })?;

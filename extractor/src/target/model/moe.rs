@@ -57,12 +57,12 @@ impl<O: Ops> Moe<O> {
     /// Returns the choice of experts.
     pub(super) fn forward(&self, step: &mut Step<'_, O>) -> Result<O::Routing, TargetError> {
         let halved = step.other.is_some();
-        step.arrive()?;
+        step.arrive(Stage::Collective)?;
         if halved {
             // While the rows of the second half arrive.
             self.add_shared(step)?;
             step.switch();
-            step.arrive()?;
+            step.arrive(Stage::Collective)?;
             step.switch();
         }
         let Work { normed, logits, .. } = &mut *step.work;

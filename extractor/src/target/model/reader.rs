@@ -46,7 +46,7 @@ impl<'a> Reader<'a> {
             output.embeddings.extend(download(step.ops, &half.x)?);
             return Ok(());
         }
-        let table = Table { own: &half.x, all: normed, first, width };
+        let table = Table { own: Some(&half.x), all: normed, first, width };
         step.collective.gather(&mut [table], rows)?;
         if self.reads {
             let values = first * width..(first + rows) * width;

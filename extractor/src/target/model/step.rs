@@ -185,13 +185,20 @@ impl<O: Ops> Step<'_, O> {
         self.ops.abreast(self.turn)
     }
 
-    /// Lets what follows see what was done aside for this half.
-    pub(super) fn arrive(&mut self) -> Result<(), TargetError> {
+    /// Lets what follows see what was done aside for this half; waiting is charged to `stage`.
+    pub(super) fn arrive(&mut self, stage: Stage) -> Result<(), TargetError> {
         if self.is_alone() {
             return Ok(());
         }
         self.ops.join(self.turn)?;
-        self.ops.lap(Stage::Collective)
+        self.ops.lap(stage)
+    }
+
+    /// This rank's rows of this half, in the batch.
+    pub(super) fn own(&self) -> Range<usize> {
+        let (rank, ranks) = (self.collective.rank(), self.collective.world_size());
+        let own = share(rank, ranks, self.half.rows);
+        self.half.first + own.start..self.half.first + own.end
     }
 
     /// Looks up the embeddings of `ids`, this half's; the table starts at id `first`.
@@ -247,15 +254,16 @@ impl<O: Ops> Step<'_, O> {
     }
 
     /// Adds the sum of the ranks' parts to this rank's rows of the residual stream. With a `norm`,
-    /// weights and epsilon, norms them: alone into `work.normed`, else into `work.half.shard`.
+    /// weights and epsilon, norms them into their place in `work.normed`.
     pub(super) fn settle(&mut self, norm: Option<(&O::Buffer, f32)>) -> Result<(), TargetError> {
         let (rank, ranks) = (self.collective.rank(), self.collective.world_size());
-        let Work { half, received, normed, .. } = &mut *self.work;
-        let out = if ranks == 1 { normed } else { &mut half.shard };
+        let first = self.own().start;
+        let Work { half, received, normed: out, .. } = &mut *self.work;
+        let norm = norm.map(|(weight, eps)| Norm { out, first, weight, eps });
         let sum = std::mem::replace(&mut self.half.sum, Sum::None);
         if sum == Sum::None {
-            let Some((weight, eps)) = norm else { return Ok(()) };
-            self.ops.rms_norm(out, &half.x, weight, eps)?;
+            let Some(norm) = norm else { return Ok(()) };
+            self.ops.rms_norm(&half.x, norm)?;
             return self.ops.lap(Stage::Norms);
         }
         let (rows, width) = (self.half.rows, self.hidden_size);
@@ -263,15 +271,13 @@ impl<O: Ops> Step<'_, O> {
         let rows = share(rank, ranks, rows);
         let parts = Parts { own: &half.partial, received, rank, ranks, rows, width };
         let write = if sum == Sum::Fresh { Write::Set } else { Write::Add };
-        let norm = norm.map(|(weight, eps)| Norm { out, weight, eps });
         self.ops.add_parts(&mut half.x, &parts, write, norm)
     }
 
     /// Brings all rows of this half that [`Step::settle`] has normed into `work.normed`.
     pub(super) fn gather_normed(&mut self) -> Result<(), TargetError> {
-        let Work { half, normed, .. } = &mut *self.work;
         let (first, width) = (self.half.first, self.hidden_size);
-        let table = Table { own: &half.shard, all: normed, first, width };
+        let table = Table { own: None, all: &mut self.work.normed, first, width };
         self.collective.gather(&mut [table], self.half.rows)
     }
 }

@@ -38,11 +38,6 @@ pub(super) struct HalfWork<B> {
     pub(super) x: B,
     /// This rank's part of a sum across ranks, [rows, hidden].
     pub(super) partial: B,
-    /// Normed residual stream, [this rank's rows, hidden].
-    pub(super) shard: B,
-    /// Of this rank's rows.
-    pub(super) own: Latents<B>,
-    /// Of all rows.
     pub(super) latents: Latents<B>,
 }
 
@@ -97,8 +92,6 @@ impl<B> HalfWork<B> {
         Ok(Self {
             x: take()?,
             partial: take()?,
-            shard: take()?,
-            own: Latents { q: take()?, kv: take()?, k_pe: take()? },
             latents: Latents { q: take()?, kv: take()?, k_pe: take()? },
         })
     }
@@ -110,27 +103,14 @@ pub(in crate::target) struct Rooms(pub(in crate::target) Vec<Room>);
 
 /// Which of the halves of a batch a list of rooms is for.
 #[derive(Clone, Copy)]
-struct HalfNames([&'static str; 9]);
+struct HalfNames([&'static str; 5]);
 
-const FIRST_HALF: HalfNames = HalfNames([
-    "residual stream",
-    "part of a sum",
-    "normed rows",
-    "query latent, own rows",
-    "key latent, own rows",
-    "rotated keys, own rows",
-    "query latent",
-    "key latent",
-    "rotated keys",
-]);
+const FIRST_HALF: HalfNames =
+    HalfNames(["residual stream", "part of a sum", "query latent", "key latent", "rotated keys"]);
 
 const SECOND_HALF: HalfNames = HalfNames([
     "residual stream, half",
     "part of a sum, half",
-    "normed rows, half",
-    "query latent, own, half",
-    "key latent, own, half",
-    "rotated keys, own, half",
     "query latent, half",
     "key latent, half",
     "rotated keys, half",
@@ -147,22 +127,16 @@ pub(in crate::target) fn rooms(spec: &TargetSpec, plan: &RankPlan, ranks: usize)
     let compute = |name, width| room(name, width, Precision::Compute);
     let spread = |name, width| Room { ranks, ..compute(name, width) };
     // Latents are made from the rows of each rank where queries have one, else from all.
-    let latents_are_spread = widths.q_latent > 0;
-    let made = if latents_are_spread { ranks } else { 1 };
+    let made = if widths.q_latent > 0 { ranks } else { 1 };
     // Keys are rounded once, after the rotation: it is what bf16 costs most accuracy.
     let precision = Precision::Single;
-    let half = |HalfNames(names): HalfNames, several: usize, own: usize| {
-        let own_latent = if latents_are_spread { own } else { 0 };
+    let half = |HalfNames(names): HalfNames, present: usize, parts: usize| {
         [
-            spread(names[0], several * hidden),
-            compute(names[1], own * hidden),
-            spread(names[2], own * hidden),
-            spread(names[3], own_latent * widths.q_latent),
-            spread(names[4], own_latent * widths.kv_latent),
-            Room { precision, ..spread(names[5], own_latent * widths.k_pe) },
-            compute(names[6], several * widths.q_latent),
-            compute(names[7], several * widths.kv_latent),
-            room(names[8], several * widths.k_pe, precision),
+            spread(names[0], present * hidden),
+            compute(names[1], parts * hidden),
+            compute(names[2], present * widths.q_latent),
+            compute(names[3], present * widths.kv_latent),
+            room(names[4], present * widths.k_pe, precision),
         ]
     };
     let several = usize::from(ranks > 1);
@@ -251,10 +225,9 @@ mod tests {
     use crate::target::weights::Checkpoint;
 
     impl<B> HalfWork<B> {
-        fn all(&self) -> [&B; 9] {
-            let Self { x, partial, shard, own, latents } = self;
-            let (a, b) = (own, latents);
-            [x, partial, shard, &a.q, &a.kv, &a.k_pe, &b.q, &b.kv, &b.k_pe]
+        fn all(&self) -> [&B; 5] {
+            let Self { x, partial, latents: Latents { q, kv, k_pe } } = self;
+            [x, partial, q, kv, k_pe]
         }
     }
 

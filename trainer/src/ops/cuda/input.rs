@@ -96,8 +96,6 @@ impl Drop for PinnedRoom {
 impl InputOps for Cuda {
     type Rooms = PinnedRooms;
 
-    const TEACHER_ROWS: usize = 2048;
-
     fn rooms(device: &Self::Device) -> Result<PinnedRooms, DeviceFault> {
         let context = context(device.index).map_err(fault)?;
         Ok(PinnedRooms { context, idle: Arc::default() })
