@@ -125,6 +125,7 @@ struct Memory {
     __device__ u32 v_empty(u32 stage) const { return barriers() + 56 + 8 * stage; }
     __device__ u32 q_empty() const { return barriers() + 72; }
     __device__ u32 item() const { return barriers() + 80; }
+    __device__ u32 item_full() const { return barriers() + 112; }
 };
 
 // How many tiles and items went through a block's stages.
@@ -142,12 +143,13 @@ struct Item {
 };
 #define STOP NONE
 
-__device__ __forceinline__ void put_item(u32 to, const Item& item) {
+__device__ __forceinline__ void put_item(u32 to, u32 full, const Item& item) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(item.first),
                  "r"(item.end), "r"(item.k_start), "r"(item.head)
                  : "memory");
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to + 16), "r"(item.tiles), "r"(item.each)
                  : "memory");
+    barrier_arrive(full);
 }
 __device__ __forceinline__ Item take_item(u32 from) {
     Item item;
