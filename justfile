@@ -18,6 +18,10 @@ fuzz seconds="60":
     for target in shard_header manifest_row prompts_jsonl model_config weights_index; do \
         cargo +nightly fuzz run $target -- -max_total_time={{seconds}} || exit 1; done
 
+# The same targets without coverage to guide them, on any compiler.
+fuzz-stable seconds="60":
+    AERIE_FUZZ_SECONDS={{seconds}} cargo test -p extractor --test fuzz_corpus -- --nocapture
+
 # More cases of every property, and the same mutations without libFuzzer.
 properties cases="100000":
     PROPTEST_CASES={{cases}} cargo test --workspace --release

@@ -5,6 +5,8 @@
 #
 # FOLDER holds the binaries `extractor` and, if kernels are to be checked alone, `cuda_check`:
 #   cargo build --release -p extractor && cargo build --release -p kernels --example cuda_check
+# and, if faults are to be tried, `extractor_tests`, which this builds:
+#   cargo test --release -p extractor --lib --no-run
 # Logs go to $AERIE_LOGS, or to a new folder under /tmp. Exit code: 0 if everything passed.
 #
 # Further number formats are checked where $AERIE_FORMATS names a folder with nano-kimi-FORMAT/ and
@@ -29,6 +31,9 @@ check() {
 
 if [ "$part" != benches ]; then
     [ -x "$bin/cuda_check" ] && step kernels 400 'passed|failed|checks' "$bin/cuda_check"
+    # Tests of the extractor that ask for a GPU: cargo test --release -p extractor --lib --no-run
+    [ -x "$bin/extractor_tests" ] && step "faults and fp8" 200 '^test result' \
+        "$bin/extractor_tests" --ignored --test-threads 1 --nocapture
     golden=tests/fixtures/golden
     for tp in 1 2; do
         # On one GPU, two ranks share it and rows cross by copies.

@@ -137,3 +137,35 @@ fn every_rank_and_every_stage_is_in_one_shape_log() {
         assert!(log.contains(&format!("rank={rank}")), "no line of rank {rank} in:\n{log}");
     }
 }
+
+#[test]
+fn states_in_fp8_say_what_they_have_cost_and_are_trained_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let prompts = prompts(dir, 12);
+    extract(dir, &prompts, &["--dtype", "fp8"]);
+    let audit = extractor(dir, &["audit", "ds", "--verify", "all", "--json"]).expect_code(0);
+    let report: Value = serde_json::from_str(&audit.stdout).unwrap();
+    let errors = report["storage_errors"].as_array().unwrap();
+    let layers: Vec<_> = errors.iter().map(|error| error["layer"].as_u64().unwrap()).collect();
+    assert_eq!(layers, [2, 4, 5, 7]);
+    for error in errors {
+        // Three mantissa bits: half a step is 1/16 of a value at most, and a third of that on
+        // average.
+        let (mean, worst) = (error["error"].as_f64().unwrap(), error["worst"].as_f64().unwrap());
+        assert!((0.01..0.04).contains(&mean) && worst >= mean && worst < 0.0625, "{error}");
+        assert_eq!(error["samples"], 12);
+    }
+    let words = extractor(dir, &["audit", "ds"]).expect_code(0).stdout;
+    assert!(words.contains("layer 7: stored within 0.0"), "{words}");
+    let fit = ["fit", "--dataset", "ds", "--run-dir", "run", "--held-out", "0.2", "--json"];
+    let short = ["--max-steps", "3", "--ttt-steps", "2", "--lr", "0.003", "--max-tokens", "512"];
+    let fit = trainer(dir, &[&fit[..], &short].concat()).expect_code(0);
+    let report: Value = serde_json::from_str(&fit.stdout).unwrap();
+    assert_eq!(report["steps"], 3);
+    // In bf16 there is nothing to report.
+    let places = ["run", "--prompts", &prompts, "--dataset", "plain", "--model", &model()];
+    extractor(dir, &[&places[..], &["--limit", "3"]].concat()).expect_code(0);
+    let words = extractor(dir, &["audit", "plain"]).expect_code(0).stdout;
+    assert!(!words.contains("stored within"), "{words}");
+}

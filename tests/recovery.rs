@@ -151,3 +151,105 @@ fn a_loss_that_is_no_number_stops_training_and_leaves_the_good_checkpoint() {
     let metrics = fs::read_to_string(dir.join("run/metrics.jsonl")).unwrap();
     assert_eq!(*steps.last().unwrap(), format!("step-{:08}", metrics.lines().count()));
 }
+
+/// What each kind of damage to the newest checkpoint comes to, with and without `--allow-older`.
+#[test]
+fn training_goes_on_from_an_older_checkpoint_only_when_allowed_to() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path();
+    two_data_sets(dir);
+    let settings = "[data]\ndataset = \"ds\"\nheld_out = 0\nmax_tokens = 128\n\
+        [draft]\nintermediate_size = 32\n[train]\nepochs = 9\nmax_steps = 4\nttt_steps = 2\n\
+        [checkpoint]\nrun_dir = \"run\"\ncheckpoint_every = 1\nkeep_last = 9\n";
+    fs::write(dir.join("fit.toml"), settings).unwrap();
+    trainer(dir, &["fit", "--config", "fit.toml"]).expect_code(0);
+    let step = |n: u32| dir.join(format!("run/checkpoints/step-{n:08}"));
+    let read = |name: &str| fs::read(step(4).join(name)).unwrap();
+    let good = [read("weights.safetensors"), read("optimizer.safetensors"), read("state.json")];
+    let resume = |more: &[&str]| trainer(dir, &[&["fit", "--resume", "run"], more].concat());
+
+    let damages: [(&str, &dyn Fn()); 5] = [
+        ("flipped bit", &|| flip_last_byte(&step(4).join("weights.safetensors"))),
+        ("missing file", &|| fs::remove_file(step(4).join("optimizer.safetensors")).unwrap()),
+        ("missing digests", &|| fs::remove_file(step(4).join("BLAKE3SUMS")).unwrap()),
+        ("cut", &|| fs::write(step(4).join("state.json"), "{").unwrap()),
+        ("mixed steps", &|| {
+            let name = "weights.safetensors";
+            fs::copy(step(3).join(name), step(4).join(name)).unwrap();
+        }),
+    ];
+    for (what, damage) in damages {
+        damage();
+        let refused = resume(&[]);
+        // A file that is not there is the disk's word, the others are the digests'.
+        assert!([65, 74].contains(&refused.code), "{what}: {refused:?}");
+        assert!(refused.stderr.contains("step-00000004"), "{what}: {refused:?}");
+        let resumed = resume(&["--allow-older"]).expect_code(0);
+        assert!(resumed.stderr.contains("set aside"), "{what}: {resumed:?}");
+        assert!(resumed.stdout.contains("4 (1 now"), "{what}: {resumed:?}");
+        let again =
+            [read("weights.safetensors"), read("optimizer.safetensors"), read("state.json")];
+        assert!(again == good, "{what}: other bits");
+        fs::remove_dir_all(dir.join("run/checkpoints/damaged-step-00000004")).unwrap();
+    }
+    // Without damage it changes nothing; with nothing but damage there is no run.
+    let finished = resume(&["--allow-older"]).expect_code(0);
+    assert!(finished.stdout.contains("4 (0 now"), "{finished:?}");
+    for n in 1..=4 {
+        fs::remove_file(step(n).join("BLAKE3SUMS")).unwrap();
+    }
+    let nothing = resume(&["--allow-older"]).expect_code(65);
+    assert!(nothing.stderr.contains("no complete checkpoint"), "{nothing:?}");
+}
+
+/// A data set whose digests are all right and whose states are not.
+#[test]
+fn states_that_are_no_numbers_stop_training_before_the_first_update() {
+    use shared::manifest::{SourceOutcome, SourceRecord};
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path();
+    two_data_sets(dir);
+    let good = shared::Manifest::open_read(&dir.join("ds")).unwrap();
+    let (fingerprint, spec) = (good.fingerprint().clone(), good.spec().clone());
+    let bad = shared::Manifest::open_for_write(&dir.join("bad"), &fingerprint, &spec).unwrap();
+    let place = shared::DatasetDir::new(dir.join("bad"));
+    let id = shared::ShardId(0);
+    let mut writer = shared::ShardWriter::create(&place, id, &spec, &fingerprint.digest()).unwrap();
+    let mut sources = Vec::new();
+    for (line, sample) in small::contents(&dir.join("ds")).into_values().enumerate() {
+        sources.push(SourceRecord {
+            file: "prompts.jsonl".into(),
+            line: line as u64 + 1,
+            digest: [0; 16],
+            outcome: SourceOutcome::Committed(sample.sample().id()),
+            truncated: false,
+        });
+        writer.push(&sample).unwrap();
+    }
+    let mut sealed = writer.seal().unwrap();
+    let path = dir.join("bad/shards").join(&sealed.file);
+    let mut bytes = fs::read(&path).unwrap();
+    // bf16 values lie between the ids, which come first, and the masks, which come last.
+    let middle = bytes.len() / 4 * 2;
+    bytes[middle..middle + 2].copy_from_slice(&[0xc0, 0x7f]);
+    fs::write(&path, &bytes).unwrap();
+    sealed.digest = shared::Digest::of(&bytes);
+    bad.commit_shard(&sealed, &sources).unwrap();
+    drop(bad);
+    fs::create_dir_all(dir.join("bad/target")).unwrap();
+    for entry in fs::read_dir(dir.join("ds/target")).unwrap() {
+        let entry = entry.unwrap();
+        fs::copy(entry.path(), dir.join("bad/target").join(entry.file_name())).unwrap();
+    }
+
+    // One epoch in one step: the sample is in it, whichever it is.
+    let fit = ["fit", "--dataset", "bad", "--run-dir", "run", "--held-out", "0", "--accumulate"];
+    let refused = trainer(dir, &[&fit[..], &["1000", "--max-steps", "3"]].concat());
+    let refused = refused.expect_code(65);
+    assert!(refused.stderr.contains("1 NaN and 0 infinite"), "{refused:?}");
+    let metrics = fs::read_to_string(dir.join("run/metrics.jsonl")).unwrap_or_default();
+    assert_eq!(metrics, "", "a step was made");
+    assert_eq!(fs::read_dir(dir.join("run/checkpoints")).unwrap().count(), 0);
+    let audit = extractor(dir, &["audit", "bad", "--verify", "all"]).expect_code(1);
+    assert!(audit.stdout.contains("1 NaN and 0 infinite"), "{audit:?}");
+}

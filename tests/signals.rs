@@ -1,9 +1,12 @@
 //! Signals, the writer's lock and closed pipes on the real binaries.
 
 #![allow(clippy::unwrap_used, clippy::disallowed_methods, reason = "a failed test may panic")]
+#![allow(clippy::print_stdout, reason = "measured times")]
 
+use std::fs;
 use std::path::Path;
 use std::process::Stdio;
+use std::time::{Duration, Instant};
 
 use aerie_tests::interrupt::Watched;
 use aerie_tests::{command, extractor, small};
@@ -52,16 +55,44 @@ fn a_second_writer_is_told_who_the_first_is_and_changes_nothing() {
     extractor(home.path(), &small::run_args("other")).expect_code(0);
 }
 
+/// What supervisors wait between SIGTERM and SIGKILL.
+const GRACE: Duration = Duration::from_secs(30);
+
+/// Sends a signal and waits for the end, which must come within the grace.
+fn ended_by(child: Watched, name: &str) -> (i32, String) {
+    child.signal(name);
+    let sent = Instant::now();
+    let (code, log) = child.finish();
+    let took = sent.elapsed();
+    println!("ended {:.3} s after SIG{name}", took.as_secs_f64());
+    assert!(took < GRACE, "{took:?} after SIG{name}");
+    (code, log)
+}
+
+/// Stops the child where it is, and lets it go on after `meanwhile`.
+fn frozen<T>(child: &Watched, meanwhile: impl FnOnce() -> T) -> T {
+    child.signal("STOP");
+    let stat = format!("/proc/{}/stat", child.id());
+    // `T` is stopped; one that has ended in between does not stop any more.
+    let state = || fs::read_to_string(&stat).ok()?.rsplit(") ").next()?.chars().next();
+    while state().is_some_and(|state| "RSD".contains(state)) {
+        std::thread::yield_now();
+    }
+    let result = meanwhile();
+    child.signal("CONT");
+    result
+}
+
 #[test]
 fn a_signal_ends_the_run_after_its_batch_and_the_next_run_goes_on() {
     for name in ["TERM", "INT"] {
         let home = tempfile::tempdir().unwrap();
         let dir = home.path();
         let child = running(dir, "ds", &[]);
-        child.signal(name);
-        let (code, log) = child.finish();
+        let (code, log) = ended_by(child, name);
         assert_eq!(code, 143, "{name}: {log}");
         assert!(log.contains("rerun to continue"), "{name}: {log}");
+        assert!(log.contains(" s after the signal"), "{name}: {log}");
         assert_eq!(last_run(dir)["outcome"], "stopped");
         let audit = small::assert_clean(dir, "ds");
         assert!(!audit.stdout.contains(" + 0 pending"), "{name}: {audit:?}");
@@ -84,6 +115,105 @@ fn a_second_signal_ends_the_run_at_once() {
     assert_eq!(code, 143, "{log}");
     assert_eq!(last_run(dir)["outcome"], serde_json::Value::Null, "the run came to its end: {log}");
     complete(dir);
+}
+
+#[test]
+fn a_batch_in_flight_is_committed_within_the_grace() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path();
+    small::write_prompts(dir, 60);
+    // One batch is the whole input: the signal meets it while the ranks are at work.
+    let mut start =
+        command("extractor", dir, &small::run_args_with("ds", &["--batch-tokens", "100000"]));
+    start.env("RUST_LOG", "info,aerie::shapes=trace,sqlx=off");
+    let mut child = Watched::start(start).unwrap();
+    assert!(child.wait_for("stage="), "{:?}", child.finish());
+    let (code, log) = ended_by(child, "TERM");
+    assert_eq!(code, 143, "{log}");
+    let audit = small::assert_clean(dir, "ds");
+    assert!(audit.stdout.contains(" + 0 pending"), "{audit:?}");
+}
+
+#[test]
+fn a_run_that_is_frozen_for_a_while_writes_the_same_bytes() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path();
+    let mut child = running(dir, "ds", &[]);
+    for _ in 0..5 {
+        frozen(&child, || ());
+        child.wait_lines(40);
+    }
+    let (code, log) = child.finish();
+    assert_eq!(code, 0, "{log}");
+    complete(dir);
+}
+
+/// Whatever the moment at which the writer stands still, readers see whole batches: nothing but
+/// what is in work is unknown to the manifest, and the numbers of rows agree.
+#[test]
+fn readers_beside_a_writer_see_consistent_data() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path();
+    let read = || {
+        let audit = extractor(dir, &["audit", "ds", "--verify", "all", "--json"]).expect_code(0);
+        let report: serde_json::Value = serde_json::from_str(&audit.stdout).unwrap();
+        let samples = extractor(dir, &["query", "ds", "samples", "--json"]).expect_code(0);
+        (report["samples"].as_u64().unwrap(), samples.stdout.lines().count() as u64)
+    };
+    let mut child = running(dir, "ds", &[]);
+    let (mut readings, mut last) = (0, 0);
+    while child.wait_for("stage=\"captured\"") {
+        // Frozen, the writer can't move between the two readings; running, it can only add.
+        let (audited, listed) = frozen(&child, read);
+        assert_eq!(audited, listed, "{last} before");
+        let (audited, listed) = read();
+        assert!(last <= audited && audited <= listed, "{last}, {audited}, {listed}");
+        last = listed;
+        readings += 1;
+        child.wait_lines(100);
+    }
+    let (code, log) = child.finish();
+    assert_eq!(code, 0, "{log}");
+    println!("{readings} readings beside the writer, twice each");
+    assert!(readings > 3, "{readings} readings");
+    complete(dir);
+}
+
+#[test]
+fn a_signal_ends_training_after_a_checkpoint_and_resuming_gives_the_same_bits() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path();
+    small::write_prompts(dir, 24);
+    small::run(dir, "ds").expect_code(0);
+    let settings = "[data]\ndataset = \"ds\"\nheld_out = 0\nmax_tokens = 128\n\
+        [draft]\ndraft_vocab_size = 256\nintermediate_size = 32\nnum_attention_heads = 2\n\
+        num_key_value_heads = 1\nhead_dim = 16\n\
+        [train]\nepochs = 100\nmax_steps = 60\nttt_steps = 2\n\
+        [checkpoint]\ncheckpoint_every = 2\nrun_dir = \"straight\"\n";
+    fs::write(dir.join("fit.toml"), settings).unwrap();
+    let fit = |place: &str, run: &str| {
+        command("trainer", dir, &["fit", "--config", "fit.toml", place, run])
+    };
+    assert_eq!(Watched::start(fit("--run-dir", "straight")).unwrap().finish().0, 0);
+    for name in ["TERM", "INT"] {
+        let mut start = fit("--run-dir", name);
+        start.env("RUST_LOG", "info,aerie::steps=trace");
+        let mut child = Watched::start(start).unwrap();
+        assert!(child.wait_for("prune"), "{:?}", child.finish());
+        frozen(&child, || ());
+        let (code, log) = ended_by(child, name);
+        assert_eq!(code, 143, "{name}: {log}");
+        assert!(log.contains("--resume"), "{name}: {log}");
+        let metrics = fs::read_to_string(dir.join(name).join("metrics.jsonl")).unwrap();
+        let steps = metrics.lines().count();
+        assert!(steps < 60, "{name}: it came to its end");
+        assert!(dir.join(format!("{name}/checkpoints/step-{steps:08}/BLAKE3SUMS")).is_file());
+        assert_eq!(Watched::start(fit("--resume", name)).unwrap().finish().0, 0);
+        for file in ["weights.safetensors", "optimizer.safetensors", "state.json"] {
+            let last = |run: &str| dir.join(run).join("checkpoints/step-00000060").join(file);
+            assert!(fs::read(last(name)).unwrap() == fs::read(last("straight")).unwrap(), "{file}");
+        }
+    }
 }
 
 #[test]

@@ -113,6 +113,18 @@ fn unsafe_code_stays_where_it_is_allowed() {
     report(&offences);
 }
 
+/// Deadlines and order that followed the clock on the wall would follow its jumps.
+#[test]
+fn only_labels_are_taken_from_the_clock_on_the_wall() {
+    let clock = ["System", "Time"].concat();
+    let offences: Vec<String> = sources()
+        .into_iter()
+        .filter(|(path, text)| text.contains(&clock) && !path.ends_with("shared/src/provenance.rs"))
+        .map(|(path, _)| format!("{}: take the monotonic clock, Instant", path.display()))
+        .collect();
+    report(&offences);
+}
+
 #[test]
 fn nothing_unfinished_is_left_in_the_code() {
     let marks = ["todo", "unimplemented", "dbg"].map(|name| format!("{name}!("));

@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 
 use half::bf16;
 use rayon::prelude::*;
-use shared::{LayerIndex, StateDtype, StateRows};
+use shared::{LayerIndex, StateDtype, StateRows, fp8};
 
 /// Hidden states of every token of a batch at the requested layers.
 ///
@@ -37,6 +37,16 @@ pub enum LayerRows {
     F32(Vec<f32>),
     /// bfloat16.
     Bf16(Vec<bf16>),
+    /// float8 e4m3fn codes, stored already.
+    Fp8 {
+        /// [tokens, hidden] codes.
+        codes: Vec<u8>,
+        /// [tokens] multipliers.
+        scales: Vec<f32>,
+        /// [tokens] sums of squared errors and of squares of the values, in units of the
+        /// multiplier squared.
+        errors: Vec<[f32; 2]>,
+    },
     /// Pieces of one number format, end to end, as they came from the ranks.
     Pieces(Vec<LayerRows>),
 }
@@ -47,6 +57,7 @@ impl LayerRows {
         match self {
             Self::F32(values) => values.len(),
             Self::Bf16(values) => values.len(),
+            Self::Fp8 { codes, .. } => codes.len(),
             Self::Pieces(pieces) => pieces.iter().map(Self::len).sum(),
         }
     }
@@ -61,6 +72,7 @@ impl LayerRows {
         match self {
             Self::F32(values) => size_of_val(values.as_slice()),
             Self::Bf16(values) => size_of_val(values.as_slice()),
+            Self::Fp8 { codes, scales, .. } => codes.len() + size_of_val(scales.as_slice()),
             Self::Pieces(pieces) => pieces.iter().map(Self::bytes).sum(),
         }
     }
@@ -70,6 +82,7 @@ impl LayerRows {
         match self {
             Self::F32(_) => "f32",
             Self::Bf16(_) => "bf16",
+            Self::Fp8 { .. } => "fp8",
             Self::Pieces(pieces) => pieces.first().map_or("f32", Self::dtype),
         }
     }
@@ -79,55 +92,102 @@ impl LayerRows {
         match self {
             Self::F32(values) => values.clone(),
             Self::Bf16(values) => values.iter().map(|value| value.to_f32()).collect(),
+            Self::Fp8 { codes, scales, .. } => fp8::dequantize_rows(codes, scales),
             Self::Pieces(pieces) => pieces.iter().flat_map(Self::to_f32).collect(),
         }
     }
 
-    /// The values numbered `range`, which must lie inside, in their stored type; rows are
-    /// `hidden_size` wide.
-    pub fn store(&self, range: Range<usize>, hidden_size: usize, dtype: StateDtype) -> StateRows {
+    /// The rows numbered `rows`, which must lie inside and are `hidden_size` wide, in their stored
+    /// type, and what storing them in fp8 has cost: root mean square of the errors over that of the
+    /// values.
+    pub fn store(
+        &self,
+        rows: Range<usize>,
+        hidden_size: usize,
+        dtype: StateDtype,
+    ) -> (StateRows, Option<f64>) {
+        let range = rows.start * hidden_size..rows.end * hidden_size;
         match (self, dtype) {
-            (Self::Bf16(values), StateDtype::Bf16) => StateRows::Bf16(values[range].to_vec()),
+            (Self::Bf16(values), StateDtype::Bf16) => {
+                (StateRows::Bf16(values[range].to_vec()), None)
+            }
+            (Self::F32(values), StateDtype::Bf16) => {
+                (StateRows::from_f32(&values[range], hidden_size, dtype), None)
+            }
+            (Self::Fp8 { .. }, StateDtype::Bf16) => {
+                (StateRows::from_f32(&self.to_f32()[range], hidden_size, dtype), None)
+            }
             (Self::Bf16(values), StateDtype::Fp8) => {
                 let values: Vec<f32> = values[range].iter().map(|value| value.to_f32()).collect();
-                StateRows::from_f32(&values, hidden_size, dtype)
+                quantise(&values, hidden_size)
             }
-            (Self::F32(values), _) => StateRows::from_f32(&values[range], hidden_size, dtype),
+            (Self::F32(values), StateDtype::Fp8) => quantise(&values[range], hidden_size),
+            (Self::Fp8 { codes, scales, errors }, StateDtype::Fp8) => {
+                let error = fp8::relative_error(&errors[rows.clone()], &scales[rows.clone()]);
+                let (codes, scales) = (codes[range].to_vec(), scales[rows].to_vec());
+                (StateRows::Fp8 { codes, scales }, Some(error))
+            }
             (Self::Pieces(pieces), _) => {
                 let mut first = 0;
                 for piece in pieces {
-                    let last = first + piece.len();
-                    if first <= range.start && range.end <= last {
-                        let own = range.start - first..range.end - first;
+                    let last = first + piece.len() / hidden_size;
+                    if first <= rows.start && rows.end <= last {
+                        let own = rows.start - first..rows.end - first;
                         return piece.store(own, hidden_size, dtype);
                     }
                     first = last;
                 }
-                let values = Self::cut(pieces, &range);
-                values.store(0..values.len(), hidden_size, dtype)
+                let values = Self::cut(pieces, &rows, hidden_size);
+                values.store(0..rows.len(), hidden_size, dtype)
             }
         }
     }
 
-    /// The values numbered `range`, which go across pieces.
-    fn cut(pieces: &[Self], range: &Range<usize>) -> Self {
-        let mut values = Self::default();
+    /// The rows numbered `rows`, `width` wide, which go across pieces.
+    fn cut(pieces: &[Self], rows: &Range<usize>, width: usize) -> Self {
+        let mut cut: Option<Self> = None;
         let mut first = 0;
         for piece in pieces {
-            let start = range.start.clamp(first, first + piece.len()) - first;
-            let end = range.end.clamp(first, first + piece.len()) - first;
-            match (&mut values, piece) {
-                (Self::F32(values), Self::F32(piece)) => values.extend(&piece[start..end]),
-                (Self::Bf16(values), Self::Bf16(piece)) => values.extend(&piece[start..end]),
-                (Self::F32(none), Self::Bf16(piece)) if none.is_empty() && start < end => {
-                    values = Self::Bf16(piece[start..end].to_vec());
+            let held = piece.len() / width;
+            let start = rows.start.clamp(first, first + held) - first;
+            let end = rows.end.clamp(first, first + held) - first;
+            first += held;
+            if start == end {
+                continue;
+            }
+            let part = piece.part(start..end, width);
+            match (&mut cut, part) {
+                (none @ None, part) => *none = Some(part),
+                (Some(Self::F32(values)), Self::F32(more)) => values.extend(more),
+                (Some(Self::Bf16(values)), Self::Bf16(more)) => values.extend(more),
+                (
+                    Some(Self::Fp8 { codes, scales, errors }),
+                    Self::Fp8 { codes: more, scales: more_scales, errors: more_errors },
+                ) => {
+                    codes.extend(more);
+                    scales.extend(more_scales);
+                    errors.extend(more_errors);
                 }
-                // Pieces are of one format, and no pieces themselves.
+                // Pieces are of one format.
                 _ => {}
             }
-            first += piece.len();
         }
-        values
+        cut.unwrap_or_default()
+    }
+
+    /// A copy of some rows of a piece.
+    fn part(&self, rows: Range<usize>, width: usize) -> Self {
+        let range = rows.start * width..rows.end * width;
+        match self {
+            Self::F32(values) => Self::F32(values[range].to_vec()),
+            Self::Bf16(values) => Self::Bf16(values[range].to_vec()),
+            Self::Fp8 { codes, scales, errors } => Self::Fp8 {
+                codes: codes[range].to_vec(),
+                scales: scales[rows.clone()].to_vec(),
+                errors: errors[rows].to_vec(),
+            },
+            Self::Pieces(pieces) => Self::cut(pieces, &rows, width),
+        }
     }
 
     /// Gives the memory to rows that come later: pages that are new to a process cost more than
@@ -136,6 +196,7 @@ impl LayerRows {
         match self {
             Self::F32(values) => F32_MEMORY.put(values),
             Self::Bf16(values) => BF16_MEMORY.put(values),
+            Self::Fp8 { codes, .. } => CODE_MEMORY.put(codes),
             Self::Pieces(pieces) => pieces.into_iter().for_each(Self::recycle),
         }
     }
@@ -143,6 +204,12 @@ impl LayerRows {
     /// Copies f32 values.
     pub(crate) fn copy_f32(values: &[f32]) -> Self {
         Self::F32(F32_MEMORY.copy(values))
+    }
+
+    /// Copies fp8 rows.
+    pub(crate) fn copy_fp8(codes: &[u8], scales: &[f32], errors: &[[f32; 2]]) -> Self {
+        let (scales, errors) = (scales.to_vec(), errors.to_vec());
+        Self::Fp8 { codes: CODE_MEMORY.copy(codes), scales, errors }
     }
 
     /// Copies bf16 values.
@@ -162,6 +229,7 @@ impl Capture {
 struct Memory<T>(Mutex<Vec<Vec<T>>>);
 
 static F32_MEMORY: Memory<f32> = Memory(Mutex::new(Vec::new()));
+static CODE_MEMORY: Memory<u8> = Memory(Mutex::new(Vec::new()));
 static BF16_MEMORY: Memory<bf16> = Memory(Mutex::new(Vec::new()));
 
 /// Pieces kept: those of a few batches, with a hundred layers on eight ranks.
@@ -197,6 +265,13 @@ impl<T: Copy + Default + Send + Sync> Memory<T> {
     }
 }
 
+/// The plain twin of what a GPU does before it copies.
+fn quantise(values: &[f32], hidden_size: usize) -> (StateRows, Option<f64>) {
+    let (codes, scales) = fp8::quantize_rows(values, hidden_size);
+    let error = fp8::relative_error(&fp8::squared_errors(values, &codes, &scales), &scales);
+    (StateRows::Fp8 { codes, scales }, Some(error))
+}
+
 impl Default for LayerRows {
     fn default() -> Self {
         Self::F32(Vec::new())
@@ -216,19 +291,25 @@ mod tests {
         let pieces = |of: &dyn Fn(Range<usize>) -> LayerRows| {
             LayerRows::Pieces(cuts.windows(2).map(|cut| of(cut[0]..cut[1])).collect())
         };
+        let (codes, scales) = fp8::quantize_rows(&values, 2);
+        let errors = fp8::squared_errors(&values, &codes, &scales);
+        let fp8 = |cut: Range<usize>| LayerRows::Fp8 {
+            codes: codes[cut.clone()].to_vec(),
+            scales: scales[cut.start / 2..cut.end / 2].to_vec(),
+            errors: errors[cut.start / 2..cut.end / 2].to_vec(),
+        };
         for (whole, pieces) in [
+            (fp8(0..24), pieces(&fp8)),
             (LayerRows::F32(values.clone()), pieces(&|cut| LayerRows::F32(values[cut].to_vec()))),
             (LayerRows::Bf16(bf16s.clone()), pieces(&|cut| LayerRows::Bf16(bf16s[cut].to_vec()))),
         ] {
             assert_eq!((pieces.len(), pieces.bytes()), (whole.len(), whole.bytes()));
             assert_eq!((pieces.dtype(), pieces.to_f32()), (whole.dtype(), whole.to_f32()));
-            for range in [0..2, 0..24, 2..14, 4..10, 12..18, 22..24, 6..6] {
+            for rows in [0..1, 0..12, 1..7, 2..5, 6..9, 11..12, 3..3] {
                 for dtype in [StateDtype::Bf16, StateDtype::Fp8] {
-                    let (a, b) = (
-                        whole.store(range.clone(), 2, dtype),
-                        pieces.store(range.clone(), 2, dtype),
-                    );
-                    assert_eq!(a, b, "{range:?} {dtype:?}");
+                    let (a, b) =
+                        (whole.store(rows.clone(), 2, dtype), pieces.store(rows.clone(), 2, dtype));
+                    assert_eq!(a, b, "{rows:?} {dtype:?}");
                 }
             }
         }

@@ -3,6 +3,7 @@
 //!
 //! Read [`pipeline::run`] first.
 
+pub mod address_space;
 pub mod batch;
 pub mod capture;
 pub mod config;

@@ -8,6 +8,7 @@ use std::process::ExitCode;
 use clap::{Parser, ValueEnum};
 use commands::{audit, bench, check, config, inspect, plan, query, rebuild, run, seal};
 use extractor::shutdown::EXIT_STOPPED;
+use extractor::target::{EXIT_DIED, exit_at_once};
 use tracing_subscriber::EnvFilter;
 
 /// Records the hidden states of a large target model for training EAGLE-3 draft heads.
@@ -78,7 +79,11 @@ fn main() -> ExitCode {
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
             tracing::error!("{error:#}");
-            ExitCode::from(exit_code(&error))
+            match exit_code(&error) {
+                // A rank may be stuck in the driver, and an orderly exit would wait for it.
+                code @ EXIT_DIED => exit_at_once(code),
+                code => ExitCode::from(code),
+            }
         }
     }
 }

@@ -7,7 +7,7 @@ mod tests;
 mod writer;
 
 use std::error::Error;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use shared::manifest::Manifest;
 
@@ -15,6 +15,7 @@ use self::attempts::{Attempts, Opener};
 use self::report::Record;
 pub use self::report::{Outcome, PipelineError, RunReport};
 use self::writer::{Work, Writer};
+use crate::address_space;
 use crate::config::ExtractConfig;
 use crate::encode::Encoder;
 use crate::fingerprint::fingerprint;
@@ -23,8 +24,11 @@ use crate::plan::Plan;
 use crate::progress::Progress;
 use crate::shutdown::Shutdown;
 use crate::sink::ShardSink;
-use crate::target::{self, TargetError, TargetSpec};
+use crate::target::{self, EXIT_DIED, LastResort, TargetError, TargetSpec};
 use crate::target_dir;
+
+/// Time for committing and clearing up after the death of a rank.
+const GRACE: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 60 });
 
 /// conversation -> tokens + loss mask -> batch -> ranks -> capture -> shard -> manifest
 ///
@@ -40,6 +44,7 @@ fn run_with(
     open: &Opener<'_>,
 ) -> Result<RunReport, PipelineError> {
     let model = config.model()?;
+    address_space::require(model, config.engine_options()?.all_threads())?;
     let spec = TargetSpec::read(model)?;
     let contract = config.capture_spec(&spec)?;
     let encoder = Encoder::load(model, config.data.encode_options(spec.vocab_size))?;
@@ -51,6 +56,8 @@ fn run_with(
 
     let record = Record::begin(&manifest, config, &plan)?;
     let mut progress = Progress::start(plan.tokens);
+    // Outlives the target, whose end may hang.
+    let mut last_resort = LastResort::default();
     let (options, layers) = (config.engine_options()?, contract.layers.as_slice());
     let mut attempts = Attempts { open, options, layers, target: None };
     let intake = Intake::open(&config.intake(), &encoder, Some(&manifest))?;
@@ -58,9 +65,15 @@ fn run_with(
     let (written, died) = std::thread::scope(|scope| {
         let writer = Writer::start(scope, ShardSink::new(&manifest, config.run.shard_bytes));
         let died = extract(units, &mut attempts, (&writer, &manifest), &mut progress, stop)?;
+        if died.as_ref().is_some_and(TargetError::is_death) {
+            last_resort.arm(GRACE, EXIT_DIED);
+        }
         Ok::<_, PipelineError>((writer.finish()?, died))
     })?;
     progress.finish();
+    if let Some(since) = stop.since() {
+        tracing::info!("everything is committed {:.1} s after the signal", since.as_secs_f64());
+    }
     match died {
         Some(error) => Err(record.fail(written, &progress, error.into())?),
         None => record.end(written, &progress, stop.requested()),

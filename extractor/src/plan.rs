@@ -16,6 +16,7 @@ use crate::input_file::InputFile;
 use crate::intake::{Admission, Intake, IntakeError};
 use crate::reject::{Reject, RejectReason};
 use crate::target::{TargetError, TargetSpec};
+use crate::target_dir;
 
 /// Tokens a second assumed where none are given. A measurement is better: `extractor bench`.
 pub const ASSUMED_TOKENS_PER_SECOND: f64 = 1000.0;
@@ -111,6 +112,8 @@ pub struct Plan {
     pub state_bytes: u64,
     /// Bytes of ids, masks and states.
     pub total_bytes: u64,
+    /// Bytes of the target's embeddings, head and configuration that are not in the data set yet.
+    pub target_bytes: u64,
     /// Shards.
     pub shards: u64,
     /// Free bytes where the data set is to lie, if that could be found out.
@@ -170,8 +173,10 @@ impl Plan {
         }
         plan.state_bytes = plan.tokens * contract.bytes_per_token() as u64;
         plan.total_bytes = plan.state_bytes + plan.tokens * 5;
+        let (model, dataset) = (config.model()?, config.run.dataset.as_deref());
+        plan.target_bytes = target_dir::bytes_to_write(dataset, model, &TargetSpec::read(model)?);
         plan.shards = plan.total_bytes.div_ceil(config.run.shard_bytes.max(1));
-        plan.free_bytes = config.run.dataset.as_deref().and_then(free_bytes);
+        plan.free_bytes = dataset.and_then(free_bytes);
         Ok(plan)
     }
 
@@ -202,7 +207,7 @@ impl Plan {
     }
 
     fn bytes_needed(&self) -> u64 {
-        (self.total_bytes as f64 * (1.0 + SLACK)) as u64
+        ((self.total_bytes + self.target_bytes) as f64 * (1.0 + SLACK)) as u64
     }
 
     fn count(&mut self, admission: Admission, batcher: &mut Batcher) {
@@ -246,7 +251,7 @@ mod tests {
 
     #[test]
     fn a_run_that_does_not_fit_is_refused_with_the_numbers() {
-        let plan = Plan { tokens: 10, total_bytes: 1000, ..Plan::default() };
+        let plan = Plan { tokens: 10, total_bytes: 900, target_bytes: 100, ..Plan::default() };
         let with_free = |free| Plan { free_bytes: free, ..plan.clone() };
         assert!(with_free(None).require_space().is_ok());
         assert!(with_free(Some(1050)).require_space().is_ok());

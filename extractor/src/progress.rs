@@ -6,6 +6,8 @@ use std::time::{Duration, Instant};
 use indicatif::{ProgressBar, ProgressStyle};
 
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
+/// A signal is answered after a batch, and supervisors kill 30 s after SIGTERM.
+const LONG_BATCH_S: f64 = 20.0;
 
 /// Where the time of a run goes.
 #[derive(Clone, Copy, Debug, Default)]
@@ -24,6 +26,7 @@ pub struct Progress {
     total_tokens: u64,
     tokens: u64,
     waits: Waits,
+    warned: bool,
 }
 
 impl Progress {
@@ -37,7 +40,15 @@ impl Progress {
             bar.set_style(style);
         }
         let now = Instant::now();
-        Self { bar, started: now, logged: now, total_tokens, tokens: 0, waits: Waits::default() }
+        Self {
+            bar,
+            started: now,
+            logged: now,
+            total_tokens,
+            tokens: 0,
+            waits: Waits::default(),
+            warned: false,
+        }
     }
 
     /// Adds one finished batch.
@@ -45,6 +56,13 @@ impl Progress {
         self.tokens += tokens;
         self.waits.target_s += target_s;
         self.waits.disk_s += disk_s;
+        if target_s > LONG_BATCH_S && !self.warned {
+            self.warned = true;
+            tracing::warn!(
+                "a batch of {tokens} tokens took {target_s:.0} s: a stop asked for by SIGTERM may \
+                 take longer than the 30 s that supervisors wait; lower --batch-tokens"
+            );
+        }
         self.bar.set_position(self.tokens);
         self.bar.set_message(self.share_of_waits());
         if self.bar.is_hidden() && self.logged.elapsed() >= LOG_INTERVAL {

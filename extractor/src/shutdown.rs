@@ -1,18 +1,18 @@
 //! Asks a run to stop: the first SIGINT or SIGTERM lets the batch in flight be committed, the
 //! second ends the process at once. Knows nothing of what is being stopped.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread;
+use std::time::{Duration, Instant};
 
 use tokio::signal::unix::{SignalKind, signal};
 
 /// Exit code of a run that a signal stopped, as shells count SIGTERM.
 pub const EXIT_STOPPED: u8 = 143;
 
-/// Shared flag that a run polls between batches.
+/// Shared flag that a run polls between batches: when the stop was asked for.
 #[derive(Clone, Debug, Default)]
-pub struct Shutdown(Arc<AtomicBool>);
+pub struct Shutdown(Arc<OnceLock<Instant>>);
 
 impl Shutdown {
     /// Listens for SIGINT and SIGTERM on a thread of its own.
@@ -50,11 +50,17 @@ impl Shutdown {
 
     /// Asks for the stop.
     pub fn request(&self) {
-        self.0.store(true, Ordering::SeqCst);
+        // The first request counts.
+        let _ = self.0.set(Instant::now());
     }
 
     /// Whether a stop was asked for.
     pub fn requested(&self) -> bool {
-        self.0.load(Ordering::SeqCst)
+        self.0.get().is_some()
+    }
+
+    /// Time since the stop was asked for.
+    pub fn since(&self) -> Option<Duration> {
+        self.0.get().map(Instant::elapsed)
     }
 }

@@ -166,9 +166,9 @@ impl<'a> ShardSink<'a> {
         let batch_tokens: Vec<usize> = batch.samples().iter().map(|s| s.tokens()).collect();
         let mut captured = Vec::with_capacity(batch_tokens.len());
         for (sample, rows) in batch.samples().iter().zip(batch.cu_seqlens().windows(2)) {
-            let states = self.slice(sample.id(), capture, rows[0]..rows[1]);
+            let (states, errors) = self.slice(sample.id(), capture, rows[0]..rows[1]);
             match CapturedSample::new(sample.clone(), spec, states, &batch_tokens) {
-                Ok(sample) => captured.push(sample),
+                Ok(sample) => captured.push(sample.with_storage_errors(errors)),
                 Err(error @ ContractError::NonFinite { .. }) => {
                     tracing::error!("quarantined: {error}");
                     self.written.non_finite += 1;
@@ -180,19 +180,28 @@ impl<'a> ShardSink<'a> {
         Ok(captured)
     }
 
-    fn slice(&self, id: SampleId, capture: &Capture, rows: Range<usize>) -> Vec<LayerState> {
+    /// The states of the sample in these rows, and what storing them has cost.
+    fn slice(
+        &self,
+        id: SampleId,
+        capture: &Capture,
+        rows: Range<usize>,
+    ) -> (Vec<LayerState>, Vec<(LayerIndex, f64)>) {
         let (hidden, dtype) = (capture.hidden_size, self.manifest.spec().dtype);
-        let cut = |layer: &LayerCapture| {
+        let mut errors = Vec::new();
+        let mut cut = |layer: &LayerCapture| {
             let shape = vec![rows.len(), hidden];
             tracing::trace!(
                 target: "aerie::shapes",
                 stage = "sliced", batch = self.batches, sample = %id, layer = layer.layer.0,
                 ?shape, %dtype
             );
-            let rows = layer.rows.store(rows.start * hidden..rows.end * hidden, hidden, dtype);
+            let (rows, error) = layer.rows.store(rows.clone(), hidden, dtype);
+            errors.extend(error.map(|error| (layer.layer, error)));
             LayerState { layer: layer.layer, shape, rows }
         };
-        capture.layers.iter().map(cut).collect()
+        let states = capture.layers.iter().map(&mut cut).collect();
+        (states, errors)
     }
 
     fn quarantine(&mut self, id: SampleId, reason: String) {

@@ -78,6 +78,21 @@ pub fn publish(dir: &DatasetDir, model: &Path, spec: &TargetSpec) -> Result<(), 
     if head.exists() { Ok(()) } else { write_head(dir, &Checkpoint::open(model)?, spec, &head) }
 }
 
+/// Bytes that [`publish`] has yet to write into `dataset`, or into a new one.
+pub fn bytes_to_write(dataset: Option<&Path>, model: &Path, spec: &TargetSpec) -> u64 {
+    let target = dataset.map(|dir| DatasetDir::new(dir).target());
+    let is_there = |name: &str| target.as_ref().is_some_and(|dir| dir.join(name).exists());
+    let size = |name: &&str| fs::metadata(model.join(name)).map_or(0, |file| file.len());
+    let configs: u64 = CONFIG_FILES.iter().filter(|name| !is_there(name)).map(size).sum();
+    if is_there(HEAD_FILE) {
+        return configs;
+    }
+    // A checkpoint that can't be opened is an error of the run, not of its forecast.
+    let parts = parts(Checkpoint::open(model).ok().as_ref(), spec);
+    let tensors: usize = parts.iter().map(Part::bytes).sum();
+    configs + (header(&parts, spec).len() + tensors) as u64
+}
+
 /// One tensor of the head file.
 struct Part {
     name: &'static str,
@@ -99,21 +114,7 @@ fn write_head(
     path: &Path,
 ) -> Result<(), TargetDirError> {
     let (vocab, hidden) = (spec.vocab_size, spec.hidden_size);
-    let head = match spec.tie_word_embeddings {
-        true => "model.embed_tokens",
-        false => "lm_head",
-    };
-    let part = |name, source, shape| Part {
-        name,
-        source,
-        shape,
-        stored_bf16: checkpoint.format(source) == Some(WeightFormat::Bf16),
-    };
-    let parts = [
-        part("embed_tokens.weight", "model.embed_tokens", vec![vocab, hidden]),
-        part("lm_head.weight", head, vec![vocab, hidden]),
-        part("norm.weight", "model.norm", vec![hidden]),
-    ];
+    let parts = parts(Some(checkpoint), spec);
     let mut file = DurableFile::create(dir.files().as_ref(), path)?;
     file.write_all(&header(&parts, spec))?;
     for part in &parts {
@@ -129,6 +130,25 @@ fn write_head(
     }
     file.publish()?;
     Ok(())
+}
+
+/// The tensors of the head file, in the format of the checkpoint; in bf16 where it is not there.
+fn parts(checkpoint: Option<&Checkpoint>, spec: &TargetSpec) -> [Part; 3] {
+    let (vocab, hidden) = (spec.vocab_size, spec.hidden_size);
+    let head = match spec.tie_word_embeddings {
+        true => "model.embed_tokens",
+        false => "lm_head",
+    };
+    let is_bf16 = |source| match checkpoint {
+        Some(checkpoint) => checkpoint.format(source) == Some(WeightFormat::Bf16),
+        None => true,
+    };
+    let part = |name, source, shape| Part { name, source, shape, stored_bf16: is_bf16(source) };
+    [
+        part("embed_tokens.weight", "model.embed_tokens", vec![vocab, hidden]),
+        part("lm_head.weight", head, vec![vocab, hidden]),
+        part("norm.weight", "model.norm", vec![hidden]),
+    ]
 }
 
 /// The safetensors header: its length, then JSON padded to a multiple of eight.

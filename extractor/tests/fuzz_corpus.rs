@@ -5,6 +5,7 @@
 
 use std::fs;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 extern crate self as libfuzzer_sys;
 
@@ -65,20 +66,32 @@ fn change(bytes: &mut Vec<u8>, state: &mut u64) {
     }
 }
 
+/// `AERIE_FUZZ_SECONDS` goes on for so long, with ever other changes (`just fuzz-stable`).
 fn replay(target: &str, run: fn(&[u8])) {
     let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus").join(target);
-    let mut seed = 1;
-    for entry in fs::read_dir(corpus).unwrap() {
-        let original = fs::read(entry.unwrap().path()).unwrap();
-        run(&original);
-        for _ in 0..CHANGES {
-            let mut bytes = original.clone();
-            for _ in 0..=random(&mut seed, 4) {
-                change(&mut bytes, &mut seed);
+    let mut files: Vec<_> = fs::read_dir(corpus).unwrap().map(|it| it.unwrap().path()).collect();
+    files.sort();
+    let originals: Vec<Vec<u8>> = files.iter().map(|path| fs::read(path).unwrap()).collect();
+    originals.iter().for_each(|original| run(original));
+    let seconds = std::env::var("AERIE_FUZZ_SECONDS").ok().and_then(|text| text.parse().ok());
+    let end = seconds.map(|seconds| Instant::now() + Duration::from_secs(seconds));
+    let (mut seed, mut executions) = (1, 0);
+    loop {
+        for original in &originals {
+            for _ in 0..CHANGES {
+                let mut bytes = original.clone();
+                for _ in 0..=random(&mut seed, 4) {
+                    change(&mut bytes, &mut seed);
+                }
+                run(&bytes);
             }
-            run(&bytes);
+            executions += CHANGES;
+        }
+        if end.is_none_or(|end| Instant::now() >= end) {
+            break;
         }
     }
+    println!("{target}: {executions} executions");
 }
 
 #[test]

@@ -10,10 +10,9 @@
 #if __CUDA_ARCH__ == 900 && defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 struct ExpertArgs {
-    // Without `sources` x is panels; with them, grouped row r is row sources[r] of x.
-    u64 out, x, codes, scales, offsets, sources;
-    // Values from a row to the next; of panels: rows.
-    i64 out_stride, x_stride;
+    u64 out, x, codes, scales, offsets;
+    // Values from a row of `out` to the next; of panels: rows.
+    i64 out_stride;
     u32 x_rows, experts, m, k;
 };
 
@@ -93,9 +92,6 @@ struct Memory {
     }
     __device__ u32 full(u32 stage) const { return base + STAGES * STAGE_BYTES + 8 * stage; }
     __device__ u32 empty(u32 stage) const { return full(STAGES + stage); }
-    // Numbers of the rows of a tile.
-    __device__ u32 sources() const { return full(2 * STAGES); }
-    __device__ u32 table() const { return sources() + 4 * MOST_ROWS; }
 };
 
 // A stage of the ring and the parity that its barriers are waited for with.
@@ -185,98 +181,30 @@ __device__ __forceinline__ void copy_rows(const ExpertArgs& a, Memory memory, Ti
     }
 }
 
-// The copies of codes and scales of a stage, by one thread. `square`: number of a square of 64
-// outputs and inputs, from which both addresses follow.
-__device__ __forceinline__ void copy_square(const ExpertArgs& a, Memory memory, u32 stage,
-                                            u32 square) {
-    u32 full = memory.full(stage);
-    barrier_expect(full, 2 * (CODE_BYTES + SCALE_BYTES));
-#pragma unroll
-    for (u32 group = 0; group < 2; group++) {
-        u64 from = square + group * (a.k / 64);
-        copy_bulk(memory.codes(stage) + group * CODE_BYTES,
-                  reinterpret_cast<const u8*>(a.codes) + from * CODE_BYTES, CODE_BYTES, full);
-        copy_bulk(memory.scales(stage) + group * SCALE_BYTES,
-                  reinterpret_cast<const u8*>(a.scales) + from * SCALE_BYTES, SCALE_BYTES, full);
-    }
-}
-
-__device__ __forceinline__ u32 first_square(const ExpertArgs& a, const Tile& tile) {
-    return (tile.expert * (a.m / 64) + tile.block * 2) * (a.k / 64);
-}
-
-// The copies of all codes and scales, by one thread.
+// The copies of codes and scales, by one thread.
 __device__ __forceinline__ void copy_weights(const ExpertArgs& a, Memory memory, Tiles tiles) {
     Turn turn = {0, 1};
     Tile tile;
+    u32 steps = a.k / 64;
     while (tiles.take(tile)) {
-        u32 square = first_square(a, tile);
-        for (u32 end = square + a.k / 64; square < end; square++) {
+        // Number of a square of 64 outputs and inputs, from which both addresses follow.
+        u32 square = (tile.expert * (a.m / 64) + tile.block * 2) * steps;
+        for (u32 end = square + steps; square < end; square++) {
             barrier_wait(memory.empty(turn.stage), turn.parity);
-            copy_square(a, memory, turn.stage, square);
-            turn.next();
-        }
-    }
-}
-
-// Copies of rows under way that their barriers do not know of yet.
-#define LAG 3
-
-// What has been copied is seen by the tensor cores, and the oldest stage counts as copied if
-// `pending`, the stages under way, are more than LAG.
-__device__ __forceinline__ void arrive_behind(Memory memory, u32 stage, u32 pending) {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    if (pending > LAG)
-        barrier_arrive(memory.full(stage >= LAG ? stage - LAG : stage + STAGES - LAG));
-}
-
-// All copies, by 128 threads: rows from where they are, sixteen bytes a thread, swizzled.
-__device__ __forceinline__ void gather_rows(const ExpertArgs& a, Memory memory, Tiles tiles) {
-    u32 piece = threadIdx.x % 8, row = threadIdx.x / 8, stride = (u32)a.x_stride * 2, pending = 0;
-    u32 sources = memory.sources();
-    u32 place = row * 128 + ((piece ^ (row & 7)) << 4);
-    Turn turn = {0, 1};
-    Tile tile;
-    while (tiles.take(tile)) {
-        // Nobody reads the numbers of the last tile's rows any more.
-        asm volatile("bar.sync 1, 128;" ::: "memory");
-        for (u32 r = threadIdx.x; r < tile.rows; r += 128) {
-            // What lies between experts is read by nobody, but must not lead out of x.
-            u32 source = reinterpret_cast<const u32*>(a.sources)[tile.row + r];
-            asm volatile("st.shared.u32 [%0], %1;" ::"r"(sources + 4 * r),
-                         "r"(source < a.x_rows ? source : 0)
-                         : "memory");
-        }
-        asm volatile("bar.sync 1, 128;" ::: "memory");
-        const u8* x = reinterpret_cast<const u8*>(a.x) + piece * 16;
-        u32 square = first_square(a, tile);
-        for (u32 end = square + a.k / 64; square < end; square++) {
-            barrier_wait(memory.empty(turn.stage), turn.parity);
-            if (threadIdx.x == 0) copy_square(a, memory, turn.stage, square);
-            u32 to = memory.x(turn.stage) + place;
-#pragma unroll 4
-            for (u32 i = 0; i < tile.rows / 16; i++) {
-                u32 source;
-                asm volatile("ld.shared.u32 %0, [%1];"
-                             : "=r"(source)
-                             : "r"(sources + 4 * row + 64 * i)
-                             : "memory");
-                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i * 2048),
-                             "l"(x + (u64)source * stride)
-                             : "memory");
+            u32 full = memory.full(turn.stage);
+            barrier_expect(full, 2 * (CODE_BYTES + SCALE_BYTES));
+#pragma unroll
+            for (u32 group = 0; group < 2; group++) {
+                u64 from = square + group * steps;
+                copy_bulk(memory.codes(turn.stage) + group * CODE_BYTES,
+                          reinterpret_cast<const u8*>(a.codes) + from * CODE_BYTES, CODE_BYTES,
+                          full);
+                copy_bulk(memory.scales(turn.stage) + group * SCALE_BYTES,
+                          reinterpret_cast<const u8*>(a.scales) + from * SCALE_BYTES, SCALE_BYTES,
+                          full);
             }
-            asm volatile("cp.async.commit_group;\ncp.async.wait_group %0;" ::"n"(LAG) : "memory");
-            pending = min(pending + 1, LAG + 1);
-            arrive_behind(memory, turn.stage, pending);
-            x += 128;
             turn.next();
         }
-    }
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
-    pending = min(pending, LAG);
-    for (u32 i = 0; i < LAG; i++) {
-        arrive_behind(memory, turn.stage, pending + i + 1);
-        turn.next();
     }
 }
 
@@ -404,18 +332,16 @@ __device__ __forceinline__ void consume(const ExpertArgs& a, Memory memory, cons
     }
 }
 
-template <bool GATED, bool GATHER>
+template <bool GATED>
 __device__ __forceinline__ void multiply_experts(const ExpertArgs& a) {
     extern __shared__ u8 raw[];
     u32 start = shared_address(raw), base = (start + 1023) & ~1023u;
     Memory memory = {base};
-    Table& table = *reinterpret_cast<Table*>(raw + (memory.table() - start));
+    Table& table = *reinterpret_cast<Table*>(raw + (memory.full(2 * STAGES) - start));
     make_table(a, table, a.m / 128);
     if (threadIdx.x == 0) {
         for (u32 stage = 0; stage < STAGES; stage++) {
-            // One arrival for the weights, and one for all rows or of every thread that copies
-            // some.
-            barrier_init(memory.full(stage), GATHER ? 1 + 128 : 2);
+            barrier_init(memory.full(stage), 2);
             barrier_init(memory.empty(stage), CONSUMER_WARPS);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -424,12 +350,8 @@ __device__ __forceinline__ void multiply_experts(const ExpertArgs& a) {
     Tiles tiles = {table, a.m / 128, a.experts, 0, blockIdx.x, gridDim.x};
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        if constexpr (GATHER) {
-            gather_rows(a, memory, tiles);
-        } else {
-            if (threadIdx.x == 0) copy_rows(a, memory, tiles);
-            if (threadIdx.x == 32) copy_weights(a, memory, tiles);
-        }
+        if (threadIdx.x == 0) copy_rows(a, memory, tiles);
+        if (threadIdx.x == 32) copy_weights(a, memory, tiles);
         return;
     }
     asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
@@ -450,13 +372,10 @@ __device__ __forceinline__ void multiply_experts(const ExpertArgs& a) {
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1) experts_gate_up(ExpertArgs a) {
-    multiply_experts<true, false>(a);
-}
-extern "C" __global__ void __launch_bounds__(384, 1) experts_gate_up_gathered(ExpertArgs a) {
-    multiply_experts<true, true>(a);
+    multiply_experts<true>(a);
 }
 extern "C" __global__ void __launch_bounds__(384, 1) experts_down(ExpertArgs a) {
-    multiply_experts<false, false>(a);
+    multiply_experts<false>(a);
 }
 
 #endif

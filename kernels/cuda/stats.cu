@@ -21,7 +21,7 @@ struct SegmentArgs {
 struct QuantiseArgs {
     u64 codes;
     i64 codes_stride;
-    u64 scales;
+    u64 scales, errors;
     Mat x;
     u32 rows, cols;
 };
@@ -126,14 +126,24 @@ __device__ __forceinline__ void quantise_row(const QuantiseArgs& a) {
     float scale = absmax / 448.0f;
     if (threadIdx.x == 0) reinterpret_cast<float*>(a.scales)[r] = scale;
     u8* codes = reinterpret_cast<u8*>(a.codes) + r * a.codes_stride;
+    float lost = 0.0f, squares = 0.0f;
     for (u32 c = threadIdx.x * V; c < a.cols; c += 256 * V) {
         float x[V];
         u32 code[V];
         load(x, row_of<const T>(a.x, r) + c);
 #pragma unroll
-        for (int i = 0; i < V; i++) code[i] = scale == 0.0f ? 0 : float_to_e4m3(x[i] / scale);
+        for (int i = 0; i < V; i++) {
+            float value = scale == 0.0f ? 0.0f : x[i] / scale;
+            code[i] = float_to_e4m3(value);
+            float error = value - e4m3_to_float(code[i]);
+            lost += error * error;
+            squares += value * value;
+        }
         store_codes(codes + c, code);
     }
+    lost = block_sum(lost);
+    squares = block_sum(squares);
+    if (threadIdx.x == 0) reinterpret_cast<float2*>(a.errors)[r] = make_float2(lost, squares);
 }
 
 extern "C" __global__ void __launch_bounds__(256) quantise_fp8_bf16_v8(QuantiseArgs a) {

@@ -1,8 +1,6 @@
 // Attention of one step of the training-time test for any head widths up to 256 and both types: a
-// warp for each row and head. Also, for every width, what a row adds by the keys it made itself at
-// later steps. Twin: trainer's ops::cpu::attention.
+// warp for each row and head. Twin: trainer's ops::cpu::attention.
 
-#define MAX_STEPS 15
 #define WARPS 8
 
 struct TrainAttentionArgs {
@@ -10,15 +8,6 @@ struct TrainAttentionArgs {
     Heads q, k, v, out, d_first, d_second;
     u64 lse, delta, visible, segments;
     u32 heads, kv_heads, qk_dim, v_dim, accumulate;
-    float scale;
-};
-
-struct OwnArgs {
-    Heads q, out, d_out, d_q;
-    Heads keys[MAX_STEPS], values[MAX_STEPS], d_keys[MAX_STEPS], d_values[MAX_STEPS];
-    u64 own[MAX_STEPS];
-    u64 lse, delta;
-    u32 rows, heads, kv_heads, qk_dim, v_dim, steps;
     float scale;
 };
 
@@ -199,98 +188,6 @@ __device__ __forceinline__ void descend_keys(const TrainAttentionArgs& a) {
     }
 }
 
-// Takes a row's own keys into its output and its softmax's denominator.
-template <typename T, int V>
-__device__ __forceinline__ void merge_own(const OwnArgs& a) {
-    i64 index = (i64)blockIdx.x * WARPS + threadIdx.x / 32;
-    i64 row = index / a.heads;
-    u32 head = index % a.heads, kv_head = head / (a.heads / a.kv_heads);
-    if (row >= a.rows) return;
-    Part<V> q = read<T, V>(head_row<const T>(a.q, row, head), a.qk_dim);
-    T* to = head_row<T>(a.out, row, head);
-    Part<V> out = read<T, V>(to, a.v_dim);
-    float* lse = reinterpret_cast<float*>(a.lse) + row * a.heads + head;
-    float most = *lse, total = 1.0f;
-    for (u32 step = 0; step < a.steps; step++) {
-        i64 place = reinterpret_cast<const u32*>(a.own[step])[row];
-        float score =
-            a.scale * dot(q, read<T, V>(head_row<const T>(a.keys[step], place, kv_head), a.qk_dim));
-        float peak = fmaxf(most, score), shrink = expf(most - peak), weight = expf(score - peak);
-        total = total * shrink + weight;
-        most = peak;
-        blend(out, shrink, read<T, V>(head_row<const T>(a.values[step], place, kv_head), a.v_dim),
-              weight);
-    }
-    Part<V> mean = {};
-    blend(mean, 1.0f, out, 1.0f / total);
-    write<T, V>(to, a.v_dim, mean);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) *lse = most + logf(total);
-}
-
-// Weight of one own key, and the pull on its score.
-struct Pull {
-    float weight, score;
-};
-
-template <int V>
-__device__ __forceinline__ Pull pull_of(const Part<V>& q, const Part<V>& k, const Part<V>& upstream,
-                                        const Part<V>& v, float lse, float delta, float scale) {
-    float weight = expf(scale * dot(q, k) - lse);
-    return {weight, weight * (dot(upstream, v) - delta) * scale};
-}
-
-// A warp for each row and key head. Writes delta (the output along its gradient) and the own keys'
-// part of the queries' gradient; adds to the gradients of the own keys and values.
-template <typename T, int V>
-__device__ __forceinline__ void descend_own(const OwnArgs& a) {
-    i64 index = (i64)blockIdx.x * WARPS + threadIdx.x / 32;
-    i64 row = index / a.kv_heads;
-    u32 kv_head = index % a.kv_heads, group = a.heads / a.kv_heads;
-    if (row >= a.rows) return;
-    const float* lse = reinterpret_cast<const float*>(a.lse) + row * a.heads;
-    float* deltas = reinterpret_cast<float*>(a.delta) + row * a.heads;
-    for (u32 head = kv_head * group; head < (kv_head + 1) * group; head++) {
-        Part<V> q = read<T, V>(head_row<const T>(a.q, row, head), a.qk_dim), sum = {};
-        Part<V> upstream = read<T, V>(head_row<const T>(a.d_out, row, head), a.v_dim);
-        float delta = dot(upstream, read<T, V>(head_row<const T>(a.out, row, head), a.v_dim));
-        if (threadIdx.x % 32 == 0) deltas[head] = delta;
-        for (u32 step = 0; step < a.steps; step++) {
-            i64 place = reinterpret_cast<const u32*>(a.own[step])[row];
-            Part<V> k = read<T, V>(head_row<const T>(a.keys[step], place, kv_head), a.qk_dim);
-            Part<V> v = read<T, V>(head_row<const T>(a.values[step], place, kv_head), a.v_dim);
-            Pull pull = pull_of(q, k, upstream, v, lse[head], delta, a.scale);
-            blend(sum, 1.0f, k, pull.score);
-            if (group == 1) {
-                Part<V> d_key = {}, d_value = {};
-                blend(d_key, 1.0f, q, pull.score);
-                blend(d_value, 1.0f, upstream, pull.weight);
-                add<T, V>(head_row<T>(a.d_keys[step], place, kv_head), a.qk_dim, d_key);
-                add<T, V>(head_row<T>(a.d_values[step], place, kv_head), a.v_dim, d_value);
-            }
-        }
-        write<T, V>(head_row<T>(a.d_q, row, head), a.qk_dim, sum);
-    }
-    if (group == 1) return;
-    __syncwarp();
-    for (u32 step = 0; step < a.steps; step++) {
-        i64 place = reinterpret_cast<const u32*>(a.own[step])[row];
-        Part<V> k = read<T, V>(head_row<const T>(a.keys[step], place, kv_head), a.qk_dim),
-                d_key = {};
-        Part<V> v = read<T, V>(head_row<const T>(a.values[step], place, kv_head), a.v_dim),
-                d_value = {};
-        for (u32 head = kv_head * group; head < (kv_head + 1) * group; head++) {
-            Part<V> q = read<T, V>(head_row<const T>(a.q, row, head), a.qk_dim);
-            Part<V> upstream = read<T, V>(head_row<const T>(a.d_out, row, head), a.v_dim);
-            Pull pull = pull_of(q, k, upstream, v, lse[head], deltas[head], a.scale);
-            blend(d_key, 1.0f, q, pull.score);
-            blend(d_value, 1.0f, upstream, pull.weight);
-        }
-        add<T, V>(head_row<T>(a.d_keys[step], place, kv_head), a.qk_dim, d_key);
-        add<T, V>(head_row<T>(a.d_values[step], place, kv_head), a.v_dim, d_value);
-    }
-}
-
 #define MAKE_ONE(base, function, Args, T, V, suffix)                                      \
     extern "C" __global__ void KERNEL1(base, T, suffix)(const __grid_constant__ Args a) { \
         function<T, V>(a);                                                                \
@@ -303,5 +200,3 @@ __device__ __forceinline__ void descend_own(const OwnArgs& a) {
 MAKE(train_attention_any, attend, TrainAttentionArgs)
 MAKE(train_attention_keys_any, descend_keys, TrainAttentionArgs)
 MAKE(train_attention_queries_any, descend_queries, TrainAttentionArgs)
-MAKE(train_attention_own, merge_own, OwnArgs)
-MAKE(train_attention_own_backward, descend_own, OwnArgs)

@@ -25,7 +25,7 @@ struct CompareArgs {
     // By state: log of the softmaxes' denominators over the draft's and the whole vocabulary.
     u64 draft_lse, most, total, top;
     u64 state_of_row, weights, ids;
-    u32 rows, cols, first_state;
+    u32 rows, cols, first_state, keep;
 };
 
 struct WeightedArgs {
@@ -62,46 +62,70 @@ __device__ __forceinline__ Best block_best(Best mine) {
     return mine;
 }
 
-template <int V>
-__device__ __forceinline__ Best row_best(const float* row, u32 cols) {
-    Best best = {-INFINITY_F, NONE};
-    for (u32 c = threadIdx.x * V; c < cols; c += blockDim.x * V) {
-        float x[V];
-        load(x, row + c);
-#pragma unroll
-        for (int i = 0; i < V; i++) best = better(best, {x[i], c + i});
-    }
-    return block_best(best);
+// Two instructions, right to about 2^-21: a row has tens of thousands of them.
+__device__ __forceinline__ float exponential(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
+    return y;
 }
 
+// Largest value of a row, and the sum of exponentials relative to it.
+struct Peak {
+    Best best;
+    float total;
+
+    // One pass with a running peak, as a row is long. A new peak is rare.
+    template <int V>
+    __device__ __forceinline__ void take(const float (&x)[V], u32 first) {
+        float most = x[0];
+#pragma unroll
+        for (int i = 1; i < V; i++) most = fmaxf(most, x[i]);
+        if (best.place == NONE || most > best.value) {
+            total *= exponential(best.value - most);
+#pragma unroll
+            for (int i = V; i-- > 0;)
+                if (x[i] == most) best = {most, first + i};
+        }
+#pragma unroll
+        for (int i = 0; i < V; i++) total += exponential(x[i] - best.value);
+    }
+
+    // Over a block, given to all threads.
+    __device__ __forceinline__ Peak whole() const {
+        Best most = block_best(best);
+        float part = best.place == NONE ? 0.0f : total * expf(best.value - most.value);
+        return {most, block_sum(part)};
+    }
+};
+
+#define NOTHING {{-INFINITY_F, NONE}, 0.0f}
+
 template <int V>
-__device__ __forceinline__ float row_total(const float* row, u32 cols, float most) {
-    float sum = 0.0f;
+__device__ __forceinline__ Peak row_peak(const float* row, u32 cols) {
+    Peak peak = NOTHING;
     for (u32 c = threadIdx.x * V; c < cols; c += blockDim.x * V) {
         float x[V];
         load(x, row + c);
-#pragma unroll
-        for (int i = 0; i < V; i++) sum += expf(x[i] - most);
+        peak.take(x, c);
     }
-    return block_sum(sum);
+    return peak.whole();
 }
 
 // Takes a block of the vocabulary, from token `first`, into the running softmax of each row.
 template <int V>
 __device__ __forceinline__ void scan(const ScanArgs& a) {
     i64 r = blockIdx.x;
-    const float* row = row_of<const float>(a.logits, r);
-    Best best = row_best<V>(row, a.cols);
+    Peak here = row_peak<V>(row_of<const float>(a.logits, r), a.cols);
+    if (threadIdx.x) return;
     float* most = reinterpret_cast<float*>(a.most) + r;
     float* total = reinterpret_cast<float*>(a.total) + r;
     float before = a.first ? *most : -INFINITY_F, old = a.first ? *total : 0.0f;
-    float peak = fmaxf(before, best.value);
-    float sum = row_total<V>(row, a.cols, peak);
-    __syncthreads();
-    if (threadIdx.x) return;
-    *total = (old == 0.0f ? 0.0f : old * expf(before - peak)) + sum;
+    float peak = fmaxf(before, here.best.value);
+    *total = (old == 0.0f ? 0.0f : old * expf(before - peak)) +
+             here.total * expf(here.best.value - peak);
     *most = peak;
-    if (best.value > before || !a.first) reinterpret_cast<u32*>(a.top)[r] = a.first + best.place;
+    if (here.best.value > before || !a.first)
+        reinterpret_cast<u32*>(a.top)[r] = a.first + here.best.place;
 }
 
 // Copies the logits of the draft's tokens out of a block of the vocabulary.
@@ -115,53 +139,51 @@ extern "C" __global__ void train_pick(PickArgs a) {
 // Logarithm of the sum of exponentials of each row.
 template <int V>
 __device__ __forceinline__ void log_sum(const ShareArgs& a) {
-    const float* row = row_of<const float>(a.teacher, blockIdx.x);
-    float most = row_best<V>(row, a.cols).value;
-    float sum = row_total<V>(row, a.cols, most);
-    if (threadIdx.x == 0) reinterpret_cast<float*>(a.lse)[blockIdx.x] = most + logf(sum);
+    Peak peak = row_peak<V>(row_of<const float>(a.teacher, blockIdx.x), a.cols);
+    if (threadIdx.x == 0)
+        reinterpret_cast<float*>(a.lse)[blockIdx.x] = peak.best.value + logf(peak.total);
 }
 
-// Loss, overlap and rightness of each row, and the gradient of its weighted loss.
+// Loss, overlap and rightness of each row, and the gradient of its weighted loss. The draft's row
+// is kept in shared memory where it fits, so that it is read once.
 template <typename T, int V>
 __device__ __forceinline__ void compare(const CompareArgs& a) {
+    extern __shared__ __align__(16) float kept[];
     i64 r = blockIdx.x;
     u32 state = reinterpret_cast<const u32*>(a.state_of_row)[r] - a.first_state;
     const float* z = row_of<const float>(a.logits, r);
     const float* t = row_of<const float>(a.teacher, state);
     float draft_lse = reinterpret_cast<const float*>(a.draft_lse)[state];
-    float full_lse = reinterpret_cast<const float*>(a.most)[state] +
-                     logf(reinterpret_cast<const float*>(a.total)[state]);
+    // Of the teacher's whole distribution the share that draft tokens have.
+    float seen = expf(draft_lse - reinterpret_cast<const float*>(a.most)[state]) /
+                 reinterpret_cast<const float*>(a.total)[state];
     float weight = reinterpret_cast<const float*>(a.weights)[r];
-    // One pass with a running peak, as a row is long.
-    Best best = {-INFINITY_F, NONE};
-    float total = 0.0f, expected = 0.0f;
+    Peak peak = NOTHING;
+    float expected = 0.0f;
     for (u32 c = threadIdx.x * V; c < a.cols; c += blockDim.x * V) {
         float x[V], y[V];
         load(x, z + c);
         load(y, t + c);
-        Best before = best;
+        if (a.keep) store(kept + c, x);
+        peak.take(x, c);
 #pragma unroll
-        for (int i = 0; i < V; i++) best = better(best, {x[i], c + i});
-        if (best.value > before.value) total *= expf(before.value - best.value);
-#pragma unroll
-        for (int i = 0; i < V; i++) {
-            total += expf(x[i] - best.value);
-            expected += expf(y[i] - draft_lse) * x[i];
-        }
+        for (int i = 0; i < V; i++) expected += exponential(y[i] - draft_lse) * x[i];
     }
-    Best whole = block_best(best);
-    total = block_sum(best.place == NONE ? 0.0f : total * expf(best.value - whole.value));
+    peak = peak.whole();
     expected = block_sum(expected);
-    float lse = whole.value + logf(total), overlap = 0.0f;
+    float lse = peak.best.value + logf(peak.total), overlap = 0.0f;
     for (u32 c = threadIdx.x * V; c < a.cols; c += blockDim.x * V) {
         float x[V], y[V];
-        load(x, z + c);
+        if (a.keep)
+            load(x, kept + c);
+        else
+            load(x, z + c);
         load(y, t + c);
 #pragma unroll
         for (int i = 0; i < V; i++) {
-            float q = expf(x[i] - lse);
-            overlap += fminf(expf(y[i] - full_lse), q);
-            x[i] = weight * (q - expf(y[i] - draft_lse));
+            float q = exponential(x[i] - lse), p = exponential(y[i] - draft_lse);
+            overlap += fminf(p * seen, q);
+            x[i] = weight * (q - p);
         }
         if (a.gradient.address) store(row_of<T>(a.gradient, r) + c, x);
     }
@@ -170,7 +192,8 @@ __device__ __forceinline__ void compare(const CompareArgs& a) {
     float* outcome = row_of<float>(a.outcomes, r);
     outcome[0] = lse - expected;
     outcome[1] = overlap;
-    u32 guess = whole.place == NONE ? NONE : reinterpret_cast<const u32*>(a.ids)[whole.place];
+    u32 place = peak.best.place;
+    u32 guess = place == NONE ? NONE : reinterpret_cast<const u32*>(a.ids)[place];
     outcome[2] = guess == reinterpret_cast<const u32*>(a.top)[state] ? 1.0f : 0.0f;
 }
 
@@ -187,7 +210,15 @@ extern "C" __global__ void train_scan_v8(ScanArgs a) { scan<8>(a); }
 extern "C" __global__ void train_scan_v1(ScanArgs a) { scan<1>(a); }
 extern "C" __global__ void train_log_sum_v8(ShareArgs a) { log_sum<8>(a); }
 extern "C" __global__ void train_log_sum_v1(ShareArgs a) { log_sum<1>(a); }
-extern "C" __global__ void train_compare_bf16_v8(CompareArgs a) { compare<bf16, 8>(a); }
-extern "C" __global__ void train_compare_bf16_v1(CompareArgs a) { compare<bf16, 1>(a); }
-extern "C" __global__ void train_compare_f32_v8(CompareArgs a) { compare<float, 8>(a); }
-extern "C" __global__ void train_compare_f32_v1(CompareArgs a) { compare<float, 1>(a); }
+extern "C" __global__ void __launch_bounds__(1024) train_compare_bf16_v8(CompareArgs a) {
+    compare<bf16, 8>(a);
+}
+extern "C" __global__ void __launch_bounds__(1024) train_compare_bf16_v1(CompareArgs a) {
+    compare<bf16, 1>(a);
+}
+extern "C" __global__ void __launch_bounds__(1024) train_compare_f32_v8(CompareArgs a) {
+    compare<float, 8>(a);
+}
+extern "C" __global__ void __launch_bounds__(1024) train_compare_f32_v1(CompareArgs a) {
+    compare<float, 1>(a);
+}

@@ -118,6 +118,22 @@ pub fn quantise_fp8_rows(x: &[f32], width: usize) -> (Vec<u8>, Vec<f32>) {
     (codes, scales)
 }
 
+/// Of each row of `width` values, in units of its scale squared: the sums of the squares of
+/// (value - code x scale) and of the values.
+pub fn fp8_errors(x: &[f32], (codes, scales): (&[u8], &[f32]), width: usize) -> Vec<[f32; 2]> {
+    let rows = x.chunks_exact(width).zip(codes.chunks_exact(width)).zip(scales);
+    rows.map(|((x, codes), &scale)| {
+        let (mut lost, mut squares) = (0.0, 0.0);
+        for (x, &code) in x.iter().zip(codes) {
+            let value = if scale == 0.0 { 0.0 } else { x / scale };
+            lost += f64::from(value - e4m3_to_f32(code)).powi(2);
+            squares += f64::from(value).powi(2);
+        }
+        [lost as f32, squares as f32]
+    })
+    .collect()
+}
+
 /// Keys [rows, heads, nope + rope] and values [rows, heads, v] from `kv` [rows, heads, nope + v]
 /// and `k_pe` [rows, rope], `dims` being heads, nope, rope, v.
 pub fn expand_latent(

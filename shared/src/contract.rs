@@ -158,6 +158,7 @@ pub struct CapturedSample {
     sample: TokenSample,
     states: Vec<LayerState>,
     stats: Vec<LayerStats>,
+    storage_errors: Vec<(LayerIndex, f64)>,
 }
 
 impl CapturedSample {
@@ -193,7 +194,7 @@ impl CapturedSample {
         if !faults.is_empty() {
             return Err(ContractError::NonFinite { sample: sample.id(), layers: faults });
         }
-        Ok(Self { sample, states, stats })
+        Ok(Self { sample, states, stats, storage_errors: Vec::new() })
     }
 
     /// The token ids and the loss mask.
@@ -214,6 +215,17 @@ impl CapturedSample {
     /// rms and absmax of every layer, in the order of the spec.
     pub fn stats(&self) -> &[LayerStats] {
         &self.stats
+    }
+
+    /// Notes what storing has cost: the root mean square of (state - stored state) over that of the
+    /// state, by layer, measured where the state still was.
+    pub fn with_storage_errors(self, storage_errors: Vec<(LayerIndex, f64)>) -> Self {
+        Self { storage_errors, ..self }
+    }
+
+    /// What storing has cost; empty where that was not measured.
+    pub fn storage_errors(&self) -> &[(LayerIndex, f64)] {
+        &self.storage_errors
     }
 
     /// Gives the parts back: tokens and one tensor a layer.

@@ -76,6 +76,35 @@ pub fn dequantize_rows(codes: &[u8], scales: &[f32]) -> Vec<f32> {
     values
 }
 
+/// Of each row, in units of its scale squared: the sum of the squares of (value - code x scale),
+/// and of the values.
+pub fn squared_errors(values: &[f32], codes: &[u8], scales: &[f32]) -> Vec<[f32; 2]> {
+    let table = table();
+    let width = codes.len() / scales.len().max(1);
+    let rows = values.chunks(width.max(1)).zip(codes.chunks(width.max(1))).zip(scales);
+    rows.map(|((values, codes), scale)| {
+        values.iter().zip(codes).fold([0.0; 2], |[errors, squares], (value, &code)| {
+            let value = if *scale == 0.0 { 0.0 } else { value / scale };
+            let error = value - table[usize::from(code)];
+            [errors + error * error, squares + value * value]
+        })
+    })
+    .collect()
+}
+
+/// Root of the summed squared errors of rows over their summed squares, both in units of the rows'
+/// scales squared; 0 for rows of zeros.
+pub fn relative_error(rows: &[[f32; 2]], scales: &[f32]) -> f64 {
+    let sums = rows.iter().zip(scales).fold([0f64; 2], |[errors, squares], (row, scale)| {
+        let unit = f64::from(*scale) * f64::from(*scale);
+        [errors + f64::from(row[0]) * unit, squares + f64::from(row[1]) * unit]
+    });
+    match sums {
+        [_, 0.0] => 0.0,
+        [errors, squares] => (errors / squares).sqrt(),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -155,6 +184,25 @@ mod tests {
         let (_, scales) = quantize_rows(&[1.0, f32::NAN, 2.0, 1.0, f32::INFINITY, 2.0], 3);
         assert!(scales[0].is_nan());
         assert!(scales[1].is_infinite());
+    }
+
+    #[test]
+    fn errors_are_those_of_the_values_that_come_back() {
+        let values: Vec<f32> = (0..200).map(|at| ((at * 37) % 91) as f32 / 7.0 - 5.0).collect();
+        let (codes, scales) = quantize_rows(&values, 50);
+        let back = dequantize_rows(&codes, &scales);
+        let sum = |of: &dyn Fn(usize) -> f64| (0..200).map(|at| of(at).powi(2)).sum::<f64>();
+        let lost = sum(&|at| f64::from(values[at] - back[at]));
+        let expected = (lost / sum(&|at| f64::from(values[at]))).sqrt();
+        let found = relative_error(&squared_errors(&values, &codes, &scales), &scales);
+        assert!((found - expected).abs() < 1e-6 && found > 0.01, "{found} {expected}");
+        let zeros = squared_errors(&[0.0; 4], &[0; 4], &[0.0; 2]);
+        assert_eq!(relative_error(&zeros, &[0.0; 2]), 0.0);
+        // Squares of such values are beyond f32.
+        let large: Vec<f32> = values.iter().map(|value| value * 1e35).collect();
+        let (codes, scales) = quantize_rows(&large, 50);
+        let found = relative_error(&squared_errors(&large, &codes, &scales), &scales);
+        assert!((found - expected).abs() < 1e-3, "{found} {expected}");
     }
 
     proptest! {

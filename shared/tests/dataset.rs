@@ -186,6 +186,32 @@ fn every_flipped_header_bit_and_any_data_bit_is_detected() {
 }
 
 #[test]
+fn what_storing_cost_is_recorded_by_layer_and_goes_with_its_shard() {
+    let dir = tempdir();
+    let spec = spec(StateDtype::Fp8);
+    let manifest = Manifest::open_for_write(dir.path(), &fingerprint(), &spec).unwrap();
+    let layers = (spec.layers[0], spec.layers[1]);
+    let noted = |sample: CapturedSample, error: f64| {
+        sample.with_storage_errors(vec![(layers.0, error), (layers.1, 2.0 * error)])
+    };
+    let mut both = samples(&spec, 2).into_iter();
+    let both = [noted(both.next().unwrap(), 0.02), noted(both.next().unwrap(), 0.03)];
+    let sealed = seal(dir.path(), ShardId(0), &spec, &both);
+    manifest.commit_shard(&sealed, &committed(&both, 1)).unwrap();
+    let errors = audit(dir.path(), Verify::All).unwrap().storage_errors;
+    let tokens = both.each_ref().map(|sample| sample.sample().tokens() as f64);
+    let square = tokens[0] * 0.02f64.powi(2) + tokens[1] * 0.03f64.powi(2);
+    let expected = (square / (tokens[0] + tokens[1])).sqrt();
+    assert_eq!(errors.len(), 2);
+    for (error, (layer, factor)) in errors.iter().zip([(layers.0, 1.0), (layers.1, 2.0)]) {
+        assert_eq!((error.layer, error.samples, error.worst), (layer, 2, 0.03 * factor));
+        assert!((error.error - factor * expected).abs() < 1e-12, "{error:?}");
+    }
+    manifest.quarantine(ShardId(0)).unwrap();
+    assert_eq!(manifest.storage_errors().unwrap(), []);
+}
+
+#[test]
 fn runs_and_queries_are_recorded() {
     let (dir, spec) = (tempdir(), spec(StateDtype::Bf16));
     let manifest = Manifest::open_for_write(dir.path(), &fingerprint(), &spec).unwrap();
@@ -288,7 +314,7 @@ fn other_databases_and_later_versions_are_left_alone() {
         error
     };
     // Positions of user_version and application_id in SQLite's file header.
-    assert!(matches!(patched(60, 3), ManifestError::Newer { found: 3, .. }));
+    assert!(matches!(patched(60, 4), ManifestError::Newer { found: 4, .. }));
     assert!(matches!(patched(68, 7), ManifestError::NotAManifest { found: 7, .. }));
     fs::write(&path, b"this is no database, but long enough to be looked at by SQLite").unwrap();
     let error = Manifest::open_read(dir.path()).unwrap_err();

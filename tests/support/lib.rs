@@ -21,6 +21,10 @@ pub fn root() -> &'static Path {
 fn bin_dir() -> &'static Path {
     static BIN_DIR: OnceLock<PathBuf> = OnceLock::new();
     BIN_DIR.get_or_init(|| {
+        // Binaries that are there already: an installation, or a copy that outlives the next build.
+        if let Some(dir) = std::env::var_os("AERIE_BIN_DIR") {
+            return PathBuf::from(dir);
+        }
         // TARGET/PROFILE/deps/this-test
         let test = std::env::current_exe().unwrap_or_default();
         let bin_dir = test.ancestors().nth(2).unwrap_or(Path::new("."));

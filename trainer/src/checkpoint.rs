@@ -282,7 +282,7 @@ pub enum CheckpointError {
     },
     /// Bytes changed since they were written.
     #[error("{} was changed or damaged: its BLAKE3 is {found}, {expected} was written; \
-        remove this directory to go on from an older one", path.display())]
+        --allow-older goes on from an older one", path.display())]
     Digest {
         /// The file.
         path: PathBuf,
@@ -348,6 +348,17 @@ pub enum CheckpointError {
 }
 
 impl CheckpointError {
+    /// Whether the files are not those that were written, so that an older checkpoint may do.
+    pub(crate) fn is_damage(&self) -> bool {
+        match self {
+            Self::Io { source, .. } => source.kind() == std::io::ErrorKind::NotFound,
+            Self::Durable(_) | Self::Locked { .. } | Self::None { .. } | Self::Format { .. } => {
+                false
+            }
+            _ => true,
+        }
+    }
+
     /// Process exit code.
     pub fn exit_code(&self) -> u8 {
         match self {

@@ -9,6 +9,7 @@ use std::path::PathBuf;
 
 use burn::tensor::FloatDType;
 use burn::tensor::backend::AutodiffBackend;
+use extractor::shutdown::Shutdown;
 use serde::Serialize;
 
 pub use self::error::FitError;
@@ -36,6 +37,8 @@ pub struct FitReport {
     pub steps: u64,
     /// Of these, in this process.
     pub new_steps: u64,
+    /// Whether it was asked to stop before the last step.
+    pub stopped: bool,
     /// Tokens of the batches of this process.
     pub tokens: u64,
     /// Wall time of this process's loop.
@@ -57,7 +60,21 @@ pub struct FitReport {
 pub fn run<B>(
     config: &FitConfig,
     start: Start,
+    place: (&B::Device, FloatDType),
+) -> Result<FitReport, FitError>
+where
+    B: AutodiffBackend + DraftOps,
+    B::InnerBackend: DraftOps,
+{
+    run_until::<B>(config, start, place, &Shutdown::default())
+}
+
+/// [`run`] that ends after the step in work, with a checkpoint, when `stop` is requested.
+pub fn run_until<B>(
+    config: &FitConfig,
+    start: Start,
     (device, dtype): (&B::Device, FloatDType),
+    stop: &Shutdown,
 ) -> Result<FitReport, FitError>
 where
     B: AutodiffBackend + DraftOps,
@@ -73,7 +90,7 @@ where
     let clock = std::time::Instant::now();
     let (first_step, mut tokens) = (state.step, 0);
 
-    while state.step < session.total_steps {
+    while state.step < session.total_steps && !stop.requested() {
         let Some(group) = state.next_group(&mut loader, config.train.accumulate)? else { break };
         let outcome = state.train(&session, group)?;
         tokens += outcome.tokens;
@@ -102,6 +119,7 @@ where
     Ok(FitReport {
         steps: state.step,
         new_steps: state.step - first_step,
+        stopped: stop.requested() && state.step < session.total_steps,
         tokens,
         seconds: clock.elapsed().as_secs_f64(),
         vocab_coverage: session.vocab.coverage(),

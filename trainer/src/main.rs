@@ -1,8 +1,10 @@
 //! The `trainer` command line: one subcommand a file, and the exit code of each kind of error.
 
+use std::io::Write;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use extractor::target::{EXIT_DIED, exit_at_once};
 
 mod commands;
 
@@ -48,7 +50,15 @@ fn main() -> ExitCode {
         Err(error) if commands::is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
             tracing::error!("{error:#}");
-            ExitCode::from(commands::exit_code(&error))
+            match commands::exit_code(&error) {
+                // A device that does not answer would keep an orderly exit waiting.
+                code @ EXIT_DIED => {
+                    // Nothing is left to say if this fails.
+                    let _ = out.flush();
+                    exit_at_once(code)
+                }
+                code => ExitCode::from(code),
+            }
         }
     }
 }

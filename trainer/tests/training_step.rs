@@ -86,6 +86,10 @@ fn whole(case: &GoldenCase, options: &TttOptions) -> (f32, TttMetrics, Gradients
     step(case, &case.batch(&Default::default()).unwrap(), options)
 }
 
+/// Twice how far gradients may be from those in f64, as both sides are rounded: the goldens see up to
+/// 1.7e-5 of the largest entry.
+const ROUNDING: f32 = 4e-5;
+
 #[track_caller]
 fn assert_near(got: &Gradients, want: &Gradients, relative: f32) {
     for ((name, got), (_, want)) in got.iter().zip(want) {
@@ -128,7 +132,7 @@ fn document_order_changes_only_rounding() {
         assert_eq!(reversed.all_right, metrics.all_right);
         let want = metrics.loss(case.options.step_decay);
         assert!((f64::from(reversed_loss) - want).abs() < 1e-5);
-        assert_near(&reversed_gradients, &gradients, 2e-5);
+        assert_near(&reversed_gradients, &gradients, ROUNDING);
     }
 }
 
@@ -170,7 +174,7 @@ fn packed_is_the_sum_of_its_documents() {
         }
         assert!((sum - loss).abs() < 1e-5, "{name}: {sum} is not {loss}");
         assert_eq!((sums.right, sums.all_right), (metrics.right, metrics.all_right));
-        assert_near(&added.unwrap(), &gradients, 2e-5);
+        assert_near(&added.unwrap(), &gradients, ROUNDING);
     }
 }
 

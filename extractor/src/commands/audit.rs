@@ -4,6 +4,7 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use anyhow::Context;
+use shared::manifest::StorageError;
 use shared::{AuditReport, Verify, repair};
 
 /// Arguments of `extractor audit`.
@@ -66,6 +67,9 @@ fn print(report: &AuditReport, out: &mut dyn Write) -> std::io::Result<()> {
         "{} shards, {} samples, {} tokens; {} samples read again, {} bytes hashed",
         report.shards, report.samples, report.tokens, report.samples_read, report.bytes_hashed
     )?;
+    for StorageError { layer, error, worst, .. } in &report.storage_errors {
+        writeln!(out, "layer {layer}: stored within {error:.4} of its rms, {worst:.4} at worst")?;
+    }
     for finding in &report.findings {
         let grade = if finding.kind.is_note() { "note" } else { "FAULT" };
         let shard = finding.shard.as_ref().map(|file| format!("{file}: ")).unwrap_or_default();

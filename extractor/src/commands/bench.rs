@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, ensure};
 use extractor::batch::TokenBatch;
 use extractor::target::{
-    Compute, Device, EngineOptions, Exchange, RankGroup, StageTimes, TargetModel, Wanted,
-    gemm_ceiling,
+    Compute, Device, EngineOptions, Exchange, FreeMemory, RankGroup, StageTimes, TargetModel,
+    Wanted, gemm_ceiling,
 };
 use shared::{LayerIndex, TokenSample};
 
@@ -74,6 +74,10 @@ pub(crate) fn run(args: &BenchArgs, out: &mut dyn Write) -> anyhow::Result<bool>
         args.shape.is_none() || args.device == Device::Cuda,
         "--shape needs --device cuda; name a --model to measure the CPU"
     );
+    let memory = match args.device {
+        Device::Cuda => Some(FreeMemory::watch()?),
+        Device::Cpu => None,
+    };
     // Before the memory is taken: the ceiling wants a little of its own.
     let ceiling = match args.device {
         Device::Cuda => gemm_ceiling()?,
@@ -84,8 +88,21 @@ pub(crate) fn run(args: &BenchArgs, out: &mut dyn Write) -> anyhow::Result<bool>
     };
     let mut target = open(args)?;
     let batch = batch(args, ids(args, &target))?;
+    let before = kernels::cuda::allocations();
     let measured = measure(&mut target, &batch, args, ceiling)?;
     measured.print(&target, args, out)?;
+    if let (Some(memory), Some(planned)) = (memory, target.planned_bytes().first()) {
+        let taken = memory.taken()?;
+        writeln!(
+            out,
+            "memory     {:10.3}  GB planned for the first rank, {:.3} taken ({:+.1} %); \
+             allocations after start: {}",
+            *planned as f64 / 1e9,
+            taken as f64 / 1e9,
+            100.0 * (taken as f64 / *planned as f64 - 1.0),
+            kernels::cuda::allocations() - before
+        )?;
+    }
     Ok(true)
 }
 

@@ -51,7 +51,13 @@ pub(crate) fn run(args: &CheckArgs, out: &mut dyn Write) -> anyhow::Result<bool>
         qa_norm_eps: args.qa_norm_eps,
         ..EngineOptions::new(&args.model)
     })?;
+    let before = kernels::cuda::allocations();
     let report = golden.compare(&mut target, args.together)?;
+    if args.device == Device::Cuda {
+        // Caches of continued sequences grow; an extraction has none.
+        let allocations = kernels::cuda::allocations() - before;
+        writeln!(out, "allocations after start, for caches: {allocations}")?;
+    }
     if args.compute.on(args.device) == Compute::Bf16 {
         print_cosines(&report, out)?;
         return Ok(report.agrees_in_bf16());

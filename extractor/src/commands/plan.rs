@@ -54,7 +54,9 @@ fn write_table(plan: &Plan, out: &mut dyn Write) -> std::io::Result<()> {
     writeln!(out, "trainable    {:>12}   {share:.1} %", plan.trainable_tokens)?;
     writeln!(out, "batches      {:>12}", plan.batches)?;
     writeln!(out, "states       {:>12}   layers {layers}", bytes(plan.state_bytes))?;
-    writeln!(out, "on disk      {:>12}   {} shards", bytes(plan.total_bytes), plan.shards)?;
+    writeln!(out, "target files {:>12}", bytes(plan.target_bytes))?;
+    let all = bytes(plan.total_bytes + plan.target_bytes);
+    writeln!(out, "on disk      {all:>12}   {} shards", plan.shards)?;
     match plan.free_bytes {
         Some(free) if plan.fits() => writeln!(out, "free space   {:>12}", bytes(free))?,
         Some(free) => writeln!(out, "free space   {:>12}   TOO LITTLE", bytes(free))?,

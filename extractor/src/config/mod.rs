@@ -273,6 +273,7 @@ impl ExtractConfig {
             tp: self.target.tp,
             exchange: self.target.exchange,
             qa_norm_eps: self.target.qa_norm_eps,
+            states: self.capture.dtype,
             ..EngineOptions::new(self.model()?)
         })
     }

@@ -5,6 +5,7 @@ use shared::manifest::{Conservation, Manifest, ManifestError, RunEnd, RunId, Run
 use shared::provenance::Provenance;
 use thiserror::Error;
 
+use crate::address_space::AddressSpaceError;
 use crate::config::{ConfigError, ExtractConfig};
 use crate::encode::EncoderError;
 use crate::intake::IntakeError;
@@ -26,6 +27,9 @@ pub enum PipelineError {
     /// Tokenizer or template.
     #[error(transparent)]
     Encoder(#[from] EncoderError),
+    /// Too little memory.
+    #[error(transparent)]
+    AddressSpace(#[from] AddressSpaceError),
     /// The forecast.
     #[error(transparent)]
     Plan(#[from] PlanError),
@@ -77,6 +81,7 @@ impl PipelineError {
         match self {
             Self::Config(error) => error.exit_code(),
             Self::Encoder(error) => error.exit_code(),
+            Self::AddressSpace(error) => error.exit_code(),
             Self::Plan(error) => error.exit_code(),
             Self::Intake(error) => error.exit_code(),
             Self::Target(error) => error.exit_code(),

@@ -7,8 +7,8 @@ use shared::{LayerIndex, Verify, audit};
 
 use super::*;
 use crate::config::LayerChoice;
-use crate::target::fault::{Fault, Kind, When};
-use crate::target::{EngineOptions, RankGroup, TargetError, TargetModel};
+use crate::target::fault::{Fault, Kind, Spoil, When};
+use crate::target::{self, EngineOptions, RankGroup, TargetError, TargetModel};
 
 /// Tokens of every line's sample, in order. Two lines make a batch.
 const LENGTHS: [usize; 8] = [20, 21, 22, 23, 24, 25, 26, 27];
@@ -23,7 +23,9 @@ fn config(dir: &Path) -> ExtractConfig {
     let text: String = LENGTHS.into_iter().enumerate().map(line).collect();
     shared::durable::write_file(&prompts, text.as_bytes()).unwrap();
     let mut config = ExtractConfig::default();
-    config.target.model = Some(Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/nano-kimi"));
+    // A binary that was carried elsewhere is run in a root of the repository.
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/nano-kimi");
+    config.target.model = Some(if source.exists() { source } else { "models/nano-kimi".into() });
     config.target.tp = 2;
     config.data.prompts = vec![prompts];
     config.capture.layers = LayerChoice::List(vec![2, 7]);
@@ -35,15 +37,20 @@ fn config(dir: &Path) -> ExtractConfig {
 }
 
 fn run_faulty(dir: &Path, faults: &[Fault]) -> Result<RunReport, PipelineError> {
+    run_config(&config(dir), faults)
+}
+
+fn run_config(config: &ExtractConfig, faults: &[Fault]) -> Result<RunReport, PipelineError> {
     let open = |options: &EngineOptions| -> Result<Box<dyn TargetModel>, TargetError> {
         let mut options = options.clone();
         options.faults = faults.to_vec();
-        if faults.iter().any(|fault| fault.kind == Kind::Hang) {
+        if faults.iter().any(|fault| [Kind::Hang, Kind::Device(Spoil::Hangs)].contains(&fault.kind))
+        {
             options.deadline = Duration::from_secs(2);
         }
         Ok(Box::new(RankGroup::open(&options)?))
     };
-    run_with(&config(dir), &Shutdown::default(), &open)
+    run_with(config, &Shutdown::default(), &open)
 }
 
 fn on_rank_1(when: When, kind: Kind) -> Fault {
@@ -79,6 +86,79 @@ fn a_rank_that_dies_ends_the_run_with_75_and_keeps_what_was_captured() {
         // The cause is gone: what was with it in the batch is tried again and completed.
         run_faulty(dir.path(), &[]).unwrap();
         assert_eq!(lines(dir.path()), (8, 0, 0), "{kind:?}");
+    }
+}
+
+/// A target that never gives its memory back, as with a driver that does not answer.
+struct Clinging(RankGroup);
+
+impl TargetModel for Clinging {
+    fn spec(&self) -> &TargetSpec {
+        self.0.spec()
+    }
+
+    fn prefill(
+        &mut self,
+        batch: &crate::batch::TokenBatch,
+        layers: &[LayerIndex],
+    ) -> Result<crate::capture::Capture, TargetError> {
+        self.0.prefill(batch, layers)
+    }
+
+    fn extend(
+        &mut self,
+        request: &target::ExtendRequest<'_>,
+    ) -> Result<target::Extension, TargetError> {
+        self.0.extend(request)
+    }
+
+    fn drop_cache(&mut self, cache: target::CacheId) {
+        self.0.drop_cache(cache);
+    }
+}
+
+impl Drop for Clinging {
+    fn drop(&mut self) {
+        loop {
+            std::thread::park();
+        }
+    }
+}
+
+/// Not a test of its own: a run in which a rank hangs, in a process whose orderly end hangs, and
+/// in which `clinging` says whether the target's end does too.
+#[test]
+fn child() {
+    let Ok(dir) = std::env::var("AERIE_HANGING_RUN") else { return };
+    let clings = std::env::var("AERIE_CLINGING").is_ok();
+    target::hang_at_exit();
+    let open = |options: &EngineOptions| -> Result<Box<dyn TargetModel>, TargetError> {
+        let mut options = options.clone();
+        options.faults = vec![on_rank_1(When::HasSequence(24), Kind::Hang)];
+        options.deadline = Duration::from_secs(2);
+        let group = RankGroup::open(&options)?;
+        Ok(if clings { Box::new(Clinging(group)) } else { Box::new(group) })
+    };
+    let error = run_with(&config(Path::new(&dir)), &Shutdown::default(), &open).unwrap_err();
+    // What `main` does.
+    target::exit_at_once(error.exit_code());
+}
+
+#[test]
+fn a_rank_that_is_stuck_in_the_driver_does_not_keep_the_process() {
+    for clings in [false, true] {
+        let dir = tempfile::tempdir().unwrap();
+        let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+        child.args(["--exact", "pipeline::tests::child", "--nocapture"]);
+        child.env("AERIE_HANGING_RUN", dir.path());
+        if clings {
+            child.env("AERIE_CLINGING", "1");
+        }
+        let output = child.output().unwrap();
+        assert_eq!(output.status.code(), Some(75), "clings: {clings}, {output:?}");
+        assert_eq!(lines(dir.path()), (4, 0, 4), "clings: {clings}");
+        run_faulty(dir.path(), &[]).unwrap();
+        assert_eq!(lines(dir.path()), (8, 0, 0), "clings: {clings}");
     }
 }
 
@@ -125,5 +205,134 @@ fn states_that_are_not_finite_are_quarantined_counted_and_fail_the_run() {
         let reasons = reasons(dir.path());
         assert!(reasons.contains("non_finite") && reasons.contains("layer 7"), "{reasons}");
         assert!(!reasons.contains("layer 2"), "{reasons}");
+    }
+}
+
+/// The run of [`config`] on one GPU.
+fn config_on_gpu(dir: &Path) -> ExtractConfig {
+    let mut config = config(dir);
+    config.target.device = crate::target::Device::Cuda;
+    config.target.tp = 1;
+    config
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn on_a_gpu_too_a_rank_that_dies_ends_the_run_with_75() {
+    for kind in [Kind::Panic, Kind::Error, Kind::Hang, Kind::Desync] {
+        let dir = tempfile::tempdir().unwrap();
+        let config = config_on_gpu(dir.path());
+        let fault = Fault { rank: 0, when: When::HasSequence(24), kind };
+        let started = Instant::now();
+        let error = run_config(&config, &[fault]).unwrap_err();
+        println!("{kind:?}: {:.1} s, {error}", started.elapsed().as_secs_f64());
+        assert_eq!(error.exit_code(), EXIT_DIED, "{kind:?}: {error}");
+        let kept = if kind == Kind::Desync { 0 } else { 4 };
+        assert_eq!(lines(dir.path()), (kept, 0, 8 - kept), "{kind:?}");
+        run_config(&config, &[]).unwrap();
+        assert_eq!(lines(dir.path()), (8, 0, 0), "{kind:?}");
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn on_a_gpu_too_a_batch_without_memory_is_split() {
+    let dir = tempfile::tempdir().unwrap();
+    let full = Fault { rank: 0, when: When::LargerThan(26), kind: Kind::OutOfMemory };
+    let report = run_config(&config_on_gpu(dir.path()), &[full]).unwrap();
+    assert_eq!(report.written.samples, 7);
+    assert_eq!(lines(dir.path()), (7, 1, 0));
+}
+
+/// More tokens than any GPU has room for: refused before weights are read, with the numbers.
+#[test]
+#[ignore = "needs a GPU"]
+fn on_a_gpu_a_batch_that_can_never_fit_is_refused_at_the_start() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = config_on_gpu(dir.path());
+    config.run.batch_tokens = 1 << 24;
+    config.data.max_tokens = 1 << 24;
+    let error = run_config(&config, &[]).unwrap_err();
+    println!("{error}");
+    assert_eq!(error.exit_code(), 69);
+    for part in ["are needed", "are free", "--batch-tokens", "residual stream"] {
+        assert!(error.to_string().contains(part), "no {part}: {error}");
+    }
+    assert_eq!(lines(dir.path()), (0, 0, 8));
+}
+
+/// Not a test of its own: a run on a GPU that fails, in a process whose orderly end hangs.
+#[test]
+#[ignore = "needs a GPU, and another test to start it"]
+fn child_on_gpu() {
+    let Ok(dir) = std::env::var("AERIE_HANGING_RUN") else { return };
+    let how = match std::env::var("AERIE_SPOIL").as_deref() {
+        Ok("hangs") => Spoil::Hangs,
+        _ => Spoil::BadAddress,
+    };
+    target::hang_at_exit();
+    let fault = Fault { rank: 0, when: When::HasSequence(24), kind: Kind::Device(how) };
+    let error = run_config(&config_on_gpu(Path::new(&dir)), &[fault]).unwrap_err();
+    println!("{error}");
+    target::exit_at_once(error.exit_code());
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn a_gpu_that_fails_or_hangs_does_not_keep_the_process() {
+    for how in ["fails", "hangs"] {
+        let dir = tempfile::tempdir().unwrap();
+        let started = Instant::now();
+        let output = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--ignored", "--exact", "pipeline::tests::child_on_gpu", "--nocapture"])
+            .env("AERIE_HANGING_RUN", dir.path())
+            .env("AERIE_SPOIL", how)
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        println!("{how}: {:.1} s, {said}", started.elapsed().as_secs_f64());
+        assert_eq!(output.status.code(), Some(75), "{output:?}");
+        assert_eq!(lines(dir.path()), (4, 0, 4), "{how}");
+        run_config(&config_on_gpu(dir.path()), &[]).unwrap();
+        assert_eq!(lines(dir.path()), (8, 0, 0), "{how}");
+    }
+}
+
+/// The same rows in e4m3 from the GPU and from its plain twin on the CPU, within the noise of the
+/// products; the recorded error is that of the format.
+#[test]
+#[ignore = "needs a GPU"]
+fn states_quantised_on_the_gpu_are_those_of_the_twin() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut states = Vec::new();
+    for device in [crate::target::Device::Cpu, crate::target::Device::Cuda] {
+        let mut config = config_on_gpu(dir.path());
+        config.target.device = device;
+        config.target.compute = crate::target::Compute::F32;
+        config.capture.dtype = shared::StateDtype::Fp8;
+        config.run.dataset = Some(dir.path().join(device.to_string()));
+        run_config(&config, &[]).unwrap();
+        let path = config.run.dataset.unwrap();
+        let report = audit(&path, Verify::All).unwrap();
+        assert!(report.clean(), "{:?}", report.findings);
+        println!("{device}: {:?}", report.storage_errors);
+        assert!(report.storage_errors.iter().all(|it| (0.005..0.04).contains(&it.error)));
+        let manifest = Manifest::open_read(&path).unwrap();
+        let row = &manifest.samples().unwrap()[0];
+        let shard = path.join("shards").join(&row.shard_file);
+        let reader = shared::ShardReader::open(&shard, &shared::HeaderLimits::SHARD).unwrap();
+        states.push((reader.read(row.id).unwrap(), report.storage_errors));
+    }
+    let [(one, errors), (other, other_errors)] = &states[..] else { panic!("two devices") };
+    for (a, b) in one.states().iter().zip(other.states()) {
+        let (a, b) = (a.rows.to_f32(), b.rows.to_f32());
+        let apart: f32 = a.iter().zip(&b).map(|(a, b)| (a - b).powi(2)).sum();
+        let size: f32 = a.iter().map(|a| a * a).sum();
+        println!("relative difference of the states {:.2e}", (apart / size).sqrt());
+        // A value near the middle of two codes may go to either.
+        assert!((apart / size).sqrt() < 0.01);
+    }
+    for (a, b) in errors.iter().zip(other_errors) {
+        assert!((a.error - b.error).abs() < 0.01 * a.error, "{a:?} {b:?}");
     }
 }

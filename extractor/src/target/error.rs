@@ -9,6 +9,9 @@ use thiserror::Error;
 
 use super::weights::WeightsError;
 
+/// Exit code after the death of a rank: another try may succeed.
+pub const EXIT_DIED: u8 = 75;
+
 /// An error of the target engine. See [`TargetError::exit_code`].
 #[derive(Debug, Error)]
 pub enum TargetError {
@@ -276,20 +279,30 @@ impl TargetError {
             | Self::Desync { .. }
             | Self::OutOfMemory { .. }
             | Self::CollectiveEnded { .. }
-            | Self::GroupEnded => 75,
+            | Self::GroupEnded => EXIT_DIED,
             Self::Cache { .. } | Self::Reply { .. } => 70,
         }
     }
 
     /// True where a rank died, so that another try may succeed.
     pub fn is_death(&self) -> bool {
-        self.exit_code() == 75
+        self.exit_code() == EXIT_DIED
     }
 
     /// What an error of device or engine is called when it comes from a forward.
     pub(crate) fn of_forward(self, rank: usize) -> Self {
         match self.exit_code() {
             69 | 70 => Self::RankFailed { rank, source: Box::new(self) },
+            _ => self,
+        }
+    }
+
+    /// What an error in the middle of a batch of `tokens` is called where memory was short.
+    pub(crate) fn of_batch(self, tokens: usize) -> Self {
+        match self {
+            Self::Cuda { rank, source, .. } if source.is_out_of_memory() => {
+                Self::OutOfMemory { rank, tokens }
+            }
             _ => self,
         }
     }

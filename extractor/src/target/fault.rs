@@ -36,11 +36,22 @@ pub(crate) enum Kind {
     Panic,
     Error,
     Hang,
+    /// Something is wrong with the device of the rank.
+    Device(Spoil),
     /// The rank runs another batch than it was sent.
     Desync,
     OutOfMemory,
     /// A value of a layer's output, from that layer on, in the first token of the sequence.
     Value(LayerIndex, f32),
+}
+
+/// What is wrong with a device.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Spoil {
+    /// It never finishes, as with a kernel that never ends.
+    Hangs,
+    /// A kernel writes where there is no memory.
+    BadAddress,
 }
 
 impl When {
@@ -107,6 +118,7 @@ impl<W: RankWorker> RankWorker for Faulty<W> {
                     let tokens = request.ids.len();
                     return Err(TargetError::OutOfMemory { rank: self.rank, tokens });
                 }
+                Kind::Device(how) => self.worker.spoil(*how),
                 Kind::Value(..) => {}
             }
         }

@@ -32,6 +32,8 @@ pub struct RankGroup {
     ranks: Ranks,
     /// Tokens in every cache.
     caches: HashMap<CacheId, usize>,
+    /// Bytes of device memory that each rank is planned to take; none on the CPU.
+    planned: Vec<u64>,
     /// All ranks of the group are here.
     whole: bool,
     /// Batches go in two halves where the ranks are several.
@@ -92,11 +94,11 @@ impl RankGroup {
         let plans = options.plans(&spec)?;
         let source = Source::Checkpoint(Checkpoint::open(&options.dir)?);
         let overlaps = options.device == Device::Cuda;
-        let ranks = match options.device {
-            Device::Cpu => start_cpu(options, &spec, &plans, source)?,
+        let (ranks, planned) = match options.device {
+            Device::Cpu => (start_cpu(options, &spec, &plans, source)?, Vec::new()),
             Device::Cuda => cuda::start(options, &spec, &plans, source)?,
         };
-        Ok(Self { spec, plans, ranks, caches: HashMap::new(), whole: true, overlaps })
+        Ok(Self { spec, plans, ranks, caches: HashMap::new(), planned, whole: true, overlaps })
     }
 
     /// Starts `gpus` ranks on GPUs with random weights in the dimensions of `spec`, for benches.
@@ -117,8 +119,14 @@ impl RankGroup {
             });
         }
         let plans = plans.drain(first..first + gpus).collect::<Vec<_>>();
-        let ranks = cuda::start_shape(options, &spec, &plans)?;
-        Ok(Self { spec, plans, ranks, caches: HashMap::new(), whole: false, overlaps: true })
+        let (ranks, planned) = cuda::start_shape(options, &spec, &plans)?;
+        let (whole, overlaps) = (false, true);
+        Ok(Self { spec, plans, ranks, caches: HashMap::new(), planned, whole, overlaps })
+    }
+
+    /// Bytes of device memory that each rank is planned to take; none on the CPU.
+    pub fn planned_bytes(&self) -> &[u64] {
+        &self.planned
     }
 
     /// Shares of the ranks.

@@ -21,7 +21,11 @@ pub mod weights;
 
 use shared::LayerIndex;
 
-pub use self::error::TargetError;
+pub(crate) use self::cuda::LastResort;
+#[cfg(test)]
+pub(crate) use self::cuda::hang_at_exit;
+pub use self::cuda::{FreeMemory, exit_at_once};
+pub use self::error::{EXIT_DIED, TargetError};
 pub use self::group::{Probe, RankGroup};
 pub use self::model::{Stage, StageTimes, Wanted};
 pub use self::ops::RouterChoice;

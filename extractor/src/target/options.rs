@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
+use shared::StateDtype;
 
 use super::error::TargetError;
 use super::plan::{ExpertPlan, RankPlan};
@@ -99,6 +100,8 @@ pub struct EngineOptions {
     pub experts: ExpertPlan,
     /// CPU threads of all ranks together; `None` takes one a core.
     pub threads: Option<NonZeroUsize>,
+    /// How captured states are stored: a GPU quantises them before it copies.
+    pub states: StateDtype,
     /// Longest time for one batch.
     pub deadline: Duration,
     /// What goes wrong, in tests.
@@ -119,6 +122,7 @@ impl EngineOptions {
             qa_norm_eps: QaNormEps::default(),
             experts: ExpertPlan::Auto,
             threads: None,
+            states: StateDtype::Bf16,
             deadline: Duration::from_secs(600),
             #[cfg(test)]
             faults: Vec::new(),
@@ -149,12 +153,17 @@ impl EngineOptions {
         (0..self.tp).map(|rank| RankPlan::new(spec, self.tp, rank, self.experts)).collect()
     }
 
-    /// Threads of one rank: with as many ranks as cores, each computes alone.
-    pub(super) fn threads_per_rank(&self) -> usize {
+    /// CPU threads of all ranks together.
+    pub fn all_threads(&self) -> usize {
         let total = match self.threads {
             Some(threads) => threads.get(),
             None => std::thread::available_parallelism().map_or(1, NonZeroUsize::get),
         };
-        (total / self.tp).max(1)
+        total.max(self.tp)
+    }
+
+    /// Threads of one rank: with as many ranks as cores, each computes alone.
+    pub(super) fn threads_per_rank(&self) -> usize {
+        (self.all_threads() / self.tp).max(1)
     }
 }

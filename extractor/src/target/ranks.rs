@@ -45,6 +45,10 @@ pub(super) trait RankWorker {
     /// Forgets a cache.
     fn drop_cache(&mut self, id: CacheId);
 
+    /// Does something to the device, in tests on one.
+    #[cfg(test)]
+    fn spoil(&mut self, _how: super::fault::Spoil) {}
+
     /// Digest of the batch as this rank has it.
     fn received(&self, request: &ForwardRequest) -> Digest {
         request.digest()
@@ -69,7 +73,12 @@ pub(super) struct Ranks {
     limit: Duration,
     batch: u64,
     ended: bool,
+    /// A rank has not answered in time.
+    hangs: bool,
 }
+
+/// How long ranks that were ended may take to give their memory back.
+const PATIENCE: Duration = Duration::from_secs(10);
 
 impl Ranks {
     /// Starts a thread a rank. Each calls `make` with its rank and answers when it is ready.
@@ -91,6 +100,7 @@ impl Ranks {
             limit,
             batch: 0,
             ended: false,
+            hangs: false,
         };
         for rank in 0..world_size {
             let (command, commands) = channel();
@@ -153,9 +163,19 @@ impl Ranks {
         let collected = self.answers(awaited.as_ref());
         if let Err(error) = &collected {
             self.ended = true;
-            (self.end)(&error.to_string());
+            self.hangs = matches!(error, TargetError::Deadline { .. });
+            self.end_aside(error.to_string());
         }
         collected
+    }
+
+    /// Ends the collective on a thread of its own: with a device that does not answer it hangs.
+    fn end_aside(&self, reason: String) {
+        let end = Arc::clone(&self.end);
+        let ending = move || end(&reason);
+        if let Err(error) = std::thread::Builder::new().name("end".into()).spawn(ending) {
+            tracing::warn!(%error, "no thread to end the other ranks");
+        }
     }
 
     fn answers(&self, awaited: Option<&Awaited>) -> Result<Vec<ForwardOutput>, TargetError> {
@@ -201,13 +221,20 @@ impl Ranks {
 
 impl Drop for Ranks {
     fn drop(&mut self) {
-        (self.end)("the target was closed");
         self.commands.clear();
-        // After an error a rank may hang; its thread is left behind rather than waited for.
         if !self.ended {
+            (self.end)("the target was closed");
             for thread in self.threads.drain(..) {
                 // Panics were already reported as replies.
                 let _ = thread.join();
+            }
+        } else if !self.hangs {
+            // Their memory is wanted again by the next target. One that hangs is left behind.
+            let patience = Instant::now() + PATIENCE;
+            while self.threads.iter().any(|thread| !thread.is_finished())
+                && Instant::now() < patience
+            {
+                std::thread::sleep(PATIENCE / 1000);
             }
         }
     }
@@ -221,12 +248,14 @@ fn serve<W: RankWorker>(
     (replies, end): (&Sender<RankReply>, &EndGroup),
 ) {
     let send = |received: Option<Digest>, outcome: Result<ForwardOutput, TargetError>| {
-        if let Err(error) = &outcome {
+        let failed = outcome.as_ref().err().map(ToString::to_string);
+        let unheard = replies.send(RankReply { rank, received, outcome }).is_err();
+        // After the answer: ending a collective may hang with the device that failed.
+        if let Some(error) = &failed {
             tracing::debug!(target: "aerie::ranks", rank, %error, "a rank ended");
-            end(&error.to_string());
+            end(error);
         }
-        let failed = outcome.is_err();
-        replies.send(RankReply { rank, received, outcome }).is_err() || failed
+        unheard || failed.is_some()
     };
     let mut worker = match guarded(rank, || make(rank)) {
         Ok(worker) => worker,

@@ -21,15 +21,15 @@ const EXPERTS: usize = 384;
 const TOP_K: usize = 8;
 
 /// What a time is compared with.
-enum Work {
+pub(crate) enum Work {
     /// Bytes read and written.
     Bytes(usize),
     /// Floating point operations.
     Flops(f64),
 }
 
-struct Bench<'a> {
-    gpu: &'a mut Gpu,
+pub(crate) struct Bench<'a> {
+    pub(crate) gpu: &'a mut Gpu,
     only: &'a str,
     /// Bytes a second of a copy on the device.
     copy: f64,
@@ -46,6 +46,8 @@ pub(crate) fn run(gpu: &mut Gpu, only: &str) -> Result<(), Box<dyn Error>> {
     bench.weights()?;
     bench.states()?;
     bench.attention()?;
+    bench.train_attention()?;
+    bench.train_loss()?;
     bench.expert_products()?;
     bench.products()
 }
@@ -94,7 +96,7 @@ impl Bench<'_> {
     }
 
     /// Launches of kernels, timed.
-    fn launches(
+    pub(crate) fn launches(
         &mut self,
         name: &str,
         work: &Work,
@@ -105,7 +107,7 @@ impl Bench<'_> {
     }
 
     /// Memory full of random numbers of a type.
-    fn filled(&mut self, values: usize, dtype: Dtype) -> Outcome<DeviceBuffer> {
+    pub(crate) fn filled(&mut self, values: usize, dtype: Dtype) -> Outcome<DeviceBuffer> {
         let bytes = values * dtype.size();
         let buffer = DeviceBuffer::new(self.gpu.kernels.context(), bytes)?;
         let block = self.gpu.rng.values(values.min(1 << 20), dtype);
@@ -120,7 +122,11 @@ impl Bench<'_> {
         Ok(buffer)
     }
 
-    fn matrix(&mut self, shape: [usize; 2], dtype: Dtype) -> Outcome<(DeviceBuffer, DeviceMatrix)> {
+    pub(crate) fn matrix(
+        &mut self,
+        shape: [usize; 2],
+        dtype: Dtype,
+    ) -> Outcome<(DeviceBuffer, DeviceMatrix)> {
         let buffer = self.filled(shape[0] * shape[1], dtype)?;
         let view = buffer.matrix(shape, dtype);
         Ok((buffer, view))
@@ -309,8 +315,10 @@ impl Bench<'_> {
         })?;
         let codes = DeviceBuffer::new(&context, t * HIDDEN)?;
         let scales = DeviceBuffer::new(&context, t * 4)?;
+        let errors = DeviceBuffer::new(&context, t * 8)?;
         self.launches("quantise_fp8_rows f32", &Work::Bytes(t * HIDDEN * 5), |on| {
-            on.quantise_fp8_rows((codes.vector(t * HIDDEN), HIDDEN), scales.vector(t), &x)
+            let codes = (codes.vector(t * HIDDEN), HIDDEN);
+            on.quantise_fp8_rows(codes, scales.vector(t), errors.vector(t), &x)
         })
     }
 
@@ -389,8 +397,7 @@ impl Bench<'_> {
                 offsets.push(start + count.next_multiple_of(EXPERT_ALIGN) as u32);
             }
             let rows = offsets.last().copied().unwrap_or(0) as usize;
-            let ends = offsets;
-            let offsets = self.gpu.vector(&ends)?;
+            let offsets = self.gpu.vector(&offsets)?;
             let real = counts.iter().sum::<usize>() as f64;
             for ([out, input], gate_up) in [([4096, HIDDEN], true), ([HIDDEN, 2048], false)] {
                 let codes = self.filled(HELD * out * input / 4, Dtype::Bf16)?;
@@ -412,26 +419,6 @@ impl Bench<'_> {
                     true => on.experts_gate_up(&panels, &x, (&weights, offsets.view)),
                     false => on.experts_down(&to, &x, (&weights, offsets.view)),
                 })?;
-                if gate_up {
-                    let (_t, t) = self.matrix([tokens, HIDDEN], Dtype::Bf16)?;
-                    let sources: Vec<u32> =
-                        (0..rows).map(|_| self.gpu.rng.below(tokens) as u32).collect();
-                    let mut sorted = sources;
-                    for ends in ends.windows(2) {
-                        sorted[ends[0] as usize..ends[1] as usize].sort_unstable();
-                    }
-                    let sources = self.gpu.vector(&sorted)?;
-                    let name = format!("experts gathered {tokens} x {out} x {input}, int4");
-                    self.launches(&name, &work, |on| {
-                        let grouping = (&weights, offsets.view);
-                        on.experts_gate_up_gathered(&panels, &t, sources.view, grouping)
-                    })?;
-                    let grouping = (sources.view, offsets.view);
-                    let bytes = Work::Bytes(rows * HIDDEN * 4);
-                    self.launches(&format!("experts gather_panels {tokens}"), &bytes, |on| {
-                        on.gather_panels(&x, &t, grouping)
-                    })?;
-                }
             }
         }
         Ok(())

@@ -5,6 +5,7 @@
 #![allow(clippy::print_stdout, reason = "a program whose output is its report")]
 
 mod bench;
+mod bench_train;
 #[path = "../../tests/parity/mod.rs"]
 mod parity;
 mod watchdog;

@@ -1,7 +1,9 @@
 //! What can go wrong with a CUDA device, and what to do about it.
 
 use cudarc::cublaslt::result::CublasError;
+use cudarc::cublaslt::sys::cublasStatus_t;
 use cudarc::driver::result::DriverError;
+use cudarc::driver::sys::CUresult;
 use cudarc::nvrtc::result::NvrtcError;
 
 /// A CUDA library that is missing, or refuses.
@@ -91,6 +93,16 @@ impl CudaError {
             | Self::OutOfMemory { .. } => 69,
             Self::Driver { .. } => 75,
             Self::Compile { .. } | Self::Blas { .. } | Self::Shape(_) => 70,
+        }
+    }
+
+    /// Whether less would have been enough.
+    pub fn is_out_of_memory(&self) -> bool {
+        match self {
+            Self::OutOfMemory { .. } => true,
+            Self::Driver { source, .. } => source.0 == CUresult::CUDA_ERROR_OUT_OF_MEMORY,
+            Self::Blas { source, .. } => source.0 == cublasStatus_t::CUBLAS_STATUS_ALLOC_FAILED,
+            _ => false,
         }
     }
 

@@ -53,9 +53,7 @@ struct ExpertArgs {
     codes: u64,
     scales: u64,
     offsets: u64,
-    sources: u64,
     out_stride: i64,
-    x_stride: i64,
     x_rows: u32,
     experts: u32,
     m: u32,
@@ -87,17 +85,17 @@ struct GatherPanelsArgs {
 }
 
 impl ExpertWeights {
-    /// Whether the products of this module take matrices [out, input] in INT4 with such groups.
-    pub fn fit([out, input]: [usize; 2], group: usize) -> bool {
+    /// Whether the products of this module take so many matrices [out, input] in INT4 with such
+    /// groups.
+    pub fn fit(experts: usize, [out, input]: [usize; 2], group: usize) -> bool {
         let sides = out > 0 && input > 0 && out.is_multiple_of(SIDE) && input.is_multiple_of(SIDE);
-        sides && group == GROUP
+        sides && group == GROUP && (1..=MAX_EXPERTS).contains(&experts)
     }
 
     fn check(&self) -> Result<(), CudaError> {
         let squares = self.experts * (self.out / 64) * (self.input / 64);
         let values = self.experts * self.out * self.input;
-        let fits = Self::fit([self.out, self.input], GROUP)
-            && (1..=MAX_EXPERTS).contains(&self.experts)
+        let fits = Self::fit(self.experts, [self.out, self.input], GROUP)
             && u32::try_from(squares).is_ok()
             && self.codes.len == values / 8
             && self.scales.len == values / GROUP
@@ -123,7 +121,7 @@ impl Launcher<'_> {
         gated: bool,
     ) -> Result<(), CudaError> {
         let Int4Weight { packed, scale, group } = *weight;
-        let fits = ExpertWeights::fit([rows, cols], group)
+        let fits = ExpertWeights::fit(1, [rows, cols], group)
             && codes.len == rows * cols / 8
             && packed.len == codes.len
             && scales.len == rows * cols / group
@@ -184,34 +182,6 @@ impl Launcher<'_> {
         self.experts("experts_gate_up", to, x, (weights, offsets))
     }
 
-    /// The same, grouped row r being row `sources[r]` of `x`.
-    pub fn experts_gate_up_gathered(
-        &self,
-        out: &DevicePanels,
-        x: &DeviceMatrix,
-        sources: DeviceVector<u32>,
-        (weights, offsets): (&ExpertWeights, DeviceVector<u32>),
-    ) -> Result<(), CudaError> {
-        let fits = out.cols * 2 == weights.out
-            && x.cols == weights.input
-            && x.dtype == Dtype::Bf16
-            && x.in_vectors()
-            && x.rows > 0
-            && u32::try_from(x.row_stride * 2).is_ok()
-            && sources.len >= out.rows;
-        ensure(fits, || format!("gate and up {weights:?} of {x:?}, {sources:?} in {out:?}"))?;
-        let args = ExpertArgs {
-            out: out.address,
-            out_stride: out.rows as i64,
-            x: x.address,
-            x_stride: x.row_stride as i64,
-            x_rows: x.rows as u32,
-            sources: sources.address,
-            ..self.expert_args(weights, offsets)?
-        };
-        self.launch_experts("experts_gate_up_gathered", &args)
-    }
-
     /// `out = x weight^T` likewise, in bf16.
     pub fn experts_down(
         &self,
@@ -228,30 +198,6 @@ impl Launcher<'_> {
         self.experts("experts_down", to, x, (weights, offsets))
     }
 
-    fn expert_args(
-        &self,
-        weights: &ExpertWeights,
-        offsets: DeviceVector<u32>,
-    ) -> Result<ExpertArgs, CudaError> {
-        weights.check()?;
-        let fits = self.has_expert_products() && offsets.len == weights.experts + 1;
-        ensure(fits, || format!("experts {weights:?}, {offsets:?}"))?;
-        Ok(ExpertArgs {
-            out: 0,
-            x: 0,
-            codes: weights.codes.address,
-            scales: weights.scales.address,
-            offsets: offsets.address,
-            sources: 0,
-            out_stride: 0,
-            x_stride: 0,
-            x_rows: 0,
-            experts: weights.experts as u32,
-            m: weights.out as u32,
-            k: weights.input as u32,
-        })
-    }
-
     fn experts(
         &self,
         name: &str,
@@ -259,24 +205,28 @@ impl Launcher<'_> {
         x: &DevicePanels,
         (weights, offsets): (&ExpertWeights, DeviceVector<u32>),
     ) -> Result<(), CudaError> {
-        let fits = x.cols == weights.input
+        weights.check()?;
+        let fits = self.has_expert_products()
+            && x.cols == weights.input
+            && offsets.len == weights.experts + 1
             && x.address.is_multiple_of(16)
             && u32::try_from(x.rows).is_ok();
-        ensure(fits, || format!("{name} {weights:?} of {x:?}"))?;
+        ensure(fits, || format!("{name} {weights:?} of {x:?}, {offsets:?}"))?;
         let args = ExpertArgs {
             out,
-            out_stride: out_stride as i64,
             x: x.address,
+            codes: weights.codes.address,
+            scales: weights.scales.address,
+            offsets: offsets.address,
+            out_stride: out_stride as i64,
             x_rows: x.rows as u32,
-            ..self.expert_args(weights, offsets)?
+            experts: weights.experts as u32,
+            m: weights.out as u32,
+            k: weights.input as u32,
         };
-        self.launch_experts(name, &args)
-    }
-
-    fn launch_experts(&self, name: &str, args: &ExpertArgs) -> Result<(), CudaError> {
-        // The ring, the numbers of a tile's rows, the table of rows and tiles, and room to align.
-        let shared = STAGES * STAGE_BYTES + 256 * 4 + 2 * (MAX_EXPERTS + 1) * 4 + 1024;
+        // The ring, the table of rows and tiles, and room to align.
+        let shared = STAGES * STAGE_BYTES + 2 * (MAX_EXPERTS + 1) * 4 + 1024;
         let shape = Shape::new(self.kernels.multiprocessors(), 384)?;
-        self.launch(name, Shape { shared: shared as u32, ..shape }, args)
+        self.launch(name, Shape { shared: shared as u32, ..shape }, &args)
     }
 }

@@ -14,7 +14,7 @@ use super::{CudaError, Launcher, Shape};
 
 const COMMON: &str = include_str!("../../cuda/common.cuh");
 
-/// The text of a source that needs a header beside common.cuh.
+/// The text of a source that needs headers beside common.cuh.
 macro_rules! after {
     ($header:literal, $file:literal) => {
         concat!(
@@ -24,6 +24,9 @@ macro_rules! after {
             "\"\n",
             include_str!(concat!("../../cuda/", $file))
         )
+    };
+    ($first:literal, $second:literal, $file:literal) => {
+        concat!(include_str!(concat!("../../cuda/", $first)), after!($second, $file))
     };
 }
 
@@ -37,19 +40,28 @@ pub const SOURCES: [(&str, &str); 10] = [
     ("stats.cu", include_str!("../../cuda/stats.cu")),
     ("attention_any.cu", include_str!("../../cuda/attention_any.cu")),
     ("attention_mma.cu", after!("mma.cuh", "attention_mma.cu")),
-    ("attention_wgmma.cu", after!("hopper.cuh", "attention_wgmma.cu")),
+    ("attention_wgmma.cu", after!("hopper.cuh", "attention_hopper.cuh", "attention_wgmma.cu")),
     ("experts_wgmma.cu", after!("hopper.cuh", "experts_wgmma.cu")),
 ];
 
 /// The sources that training needs.
-pub const TRAIN_SOURCES: [(&str, &str); 7] = [
+pub const TRAIN_SOURCES: [(&str, &str); 10] = [
     SOURCES[0],
     SOURCES[1],
     ("train_rows.cu", include_str!("../../cuda/train_rows.cu")),
     ("train_optimizer.cu", include_str!("../../cuda/train_optimizer.cu")),
     ("train_loss.cu", include_str!("../../cuda/train_loss.cu")),
     ("train_attention_any.cu", include_str!("../../cuda/train_attention_any.cu")),
+    ("train_attention_own.cu", include_str!("../../cuda/train_attention_own.cu")),
     ("train_attention_mma.cu", include_str!("../../cuda/train_attention_mma.cu")),
+    (
+        "train_attention_wgmma.cu",
+        after!("hopper.cuh", "attention_hopper.cuh", "train_attention_wgmma.cu"),
+    ),
+    (
+        "train_attention_back_wgmma.cu",
+        after!("hopper.cuh", "attention_hopper.cuh", "train_attention_back_wgmma.cu"),
+    ),
 ];
 
 /// An architecture that NVRTC compiles for.

@@ -2,11 +2,19 @@
 //! the bytes mean.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytemuck::Pod;
 use cudarc::driver::{CudaContext, CudaStream, result, sys};
 
 use super::{CudaError, DeviceMatrix, DeviceVector, Dtype};
+
+static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
+
+/// How often this process has taken device memory or pinned memory.
+pub fn allocations() -> u64 {
+    ALLOCATIONS.load(Ordering::Relaxed)
+}
 
 /// Memory on a device, freed when dropped.
 #[derive(Debug)]
@@ -20,6 +28,7 @@ impl DeviceBuffer {
     /// Uninitialised memory of at least one byte.
     pub fn new(context: &Arc<CudaContext>, bytes: usize) -> Result<Self, CudaError> {
         context.bind_to_thread().map_err(CudaError::driver("make the context current"))?;
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
         // SAFETY: nobody reads the memory before it is written; see the views' promise.
         let address = unsafe { result::malloc_sync(bytes.max(1)) }.map_err(|source| {
             match result::mem_get_info() {
@@ -86,6 +95,7 @@ impl PinnedBuffer {
     pub fn new(context: &Arc<CudaContext>, bytes: usize) -> Result<Self, CudaError> {
         let wrong = || CudaError::driver(format!("allocate {bytes} bytes of pinned memory"));
         context.bind_to_thread().map_err(wrong())?;
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
         // SAFETY: flags 0 ask for plain page-locked memory; it is zeroed before anybody sees it.
         let pointer = unsafe {
             let pointer = result::malloc_host(bytes.max(1), 0).map_err(wrong())?.cast::<u8>();

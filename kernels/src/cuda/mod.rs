@@ -16,6 +16,7 @@ mod moe;
 mod rows;
 mod shared_stream;
 mod stats;
+mod tensor_map;
 mod train_attention;
 mod train_loss;
 mod train_rows;
@@ -30,7 +31,7 @@ pub use error::CudaError;
 pub use experts::{DevicePanels, EXPERT_ALIGN, ExpertWeights};
 pub use loader::{Arch, CudaKernels, SOURCES, TRAIN_SOURCES, compile, context, device_count};
 pub use memory::{
-    DeviceBuffer, PinnedBuffer, copy_on_device, download, enable_peer_access, upload,
+    DeviceBuffer, PinnedBuffer, allocations, copy_on_device, download, enable_peer_access, upload,
 };
 pub use moe::{Permutation, RouteRule, RoutingViews};
 pub use rows::{LatentHeads, RankParts, RopeView, RowNorm};

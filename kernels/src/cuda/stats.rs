@@ -48,6 +48,7 @@ struct QuantiseArgs {
     codes: u64,
     codes_stride: i64,
     scales: u64,
+    errors: u64,
     x: MatArg,
     rows: u32,
     cols: u32,
@@ -95,16 +96,21 @@ impl Launcher<'_> {
     }
 
     /// E4M3 codes, rows `codes_stride` bytes apart, and a scale a row: absmax / 448, 0 for a row of
-    /// zeros, NaN or infinite for a row that is not finite.
+    /// zeros, NaN or infinite for a row that is not finite. `errors`: of a row, in units of its
+    /// scale squared, the sums of the squares of (value - code x scale) and of the values.
     pub fn quantise_fp8_rows(
         &self,
         (codes, codes_stride): (DeviceVector<u8>, usize),
         scales: DeviceVector<f32>,
+        errors: DeviceVector<[f32; 2]>,
         x: &DeviceMatrix,
     ) -> Result<(), CudaError> {
         let room = x.rows.saturating_sub(1) * codes_stride + x.cols;
-        let fits = scales.len == x.rows && codes_stride >= x.cols && codes.len >= room;
-        ensure(fits, || format!("quantise_fp8_rows of {x:?} in {codes:?}, {scales:?}"))?;
+        let fits = scales.len == x.rows && errors.len == x.rows;
+        let fits = fits && codes_stride >= x.cols && codes.len >= room;
+        ensure(fits, || {
+            format!("quantise_fp8_rows of {x:?} in {codes:?}, {scales:?}, {errors:?}")
+        })?;
         if x.rows == 0 || x.cols == 0 {
             return Ok(());
         }
@@ -112,6 +118,7 @@ impl Launcher<'_> {
             codes: codes.address,
             codes_stride: codes_stride as i64,
             scales: scales.address,
+            errors: errors.address,
             x: x.arg(),
             rows: x.rows as u32,
             cols: x.cols as u32,

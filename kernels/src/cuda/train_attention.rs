@@ -1,8 +1,11 @@
 //! Launches of the attention of the training-time test, forward and backward. Knows nothing of
 //! projections or of steps before.
 
+use super::tensor_map::TensorMap;
 use super::views::HeadsArg;
-use super::{CudaError, DeviceHeads, DeviceVector, Dtype, Launcher, Shape, ensure};
+use super::{
+    AttentionVariant, CudaError, DeviceHeads, DeviceVector, Dtype, Launcher, Shape, ensure,
+};
 
 /// Widest head.
 const MAX_WIDTH: usize = 256;
@@ -28,6 +31,8 @@ pub struct TrainPlan {
     pub segments: DeviceVector<u32>,
     /// Most queries and most keys of a document.
     pub longest: [usize; 2],
+    /// The kernels for step-0 keys; the fastest for shapes and device if not said.
+    pub variant: Option<AttentionVariant>,
 }
 
 /// Operands of one launch. All of one type.
@@ -63,7 +68,7 @@ pub struct OwnStep {
 pub struct OwnGradient {
     /// Gradient of the output, [queries, heads, v_dim].
     pub d_out: DeviceHeads,
-    /// Written: the own keys' part of the queries' gradient.
+    /// Written if there are own keys: their part of the queries' gradient.
     pub d_q: DeviceHeads,
     /// Written: the output along its gradient, row-major [queries, heads].
     pub delta: DeviceVector<f32>,
@@ -88,6 +93,18 @@ struct TrainAttentionArgs {
     v_dim: u32,
     accumulate: u32,
     scale: f32,
+}
+
+/// The same for the kernels that copy by TMA.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct WgmmaArgs {
+    /// Of q, k, v and out.
+    maps: [TensorMap; 4],
+    base: TrainAttentionArgs,
+    /// Blocks of 128 rows of the longest document.
+    blocks: u32,
+    documents: u32,
 }
 
 #[repr(C)]
@@ -123,6 +140,49 @@ enum Pass {
     Queries,
 }
 
+/// Rows of the tiles that the kernels of Hopper copy, and bytes of shared memory they need.
+struct WgmmaTiles {
+    queries: usize,
+    keys: usize,
+    shared: usize,
+}
+
+impl WgmmaTiles {
+    fn of(pass: Pass, plan: &TrainPlan) -> Self {
+        let (qk, v) = (plan.qk_dim, plan.v_dim);
+        let wide = qk > 128;
+        // What is resident, and stages of what streams; barriers, and room to align.
+        let (queries, keys, values) = match pass {
+            Pass::Forward => (128, 128, 128 * (3 * qk + 2 * v)),
+            Pass::Keys if wide => (32, 128, (128 + 3 * 32) * (qk + v)),
+            Pass::Keys => (64, 128, (128 + 3 * 64) * (qk + v)),
+            Pass::Queries if wide => (128, 64, (128 + 3 * 64) * (qk + v)),
+            Pass::Queries => (128, 128, 128 * (4 * qk + 3 * v)),
+        };
+        let columns = if pass == Pass::Keys { 3 * 3 * 4 * queries } else { 0 };
+        Self { queries, keys, shared: 2 * values + columns + 1024 + 256 }
+    }
+
+    fn maps(&self, plan: &TrainPlan, x: &TrainOperands) -> Result<[TensorMap; 4], CudaError> {
+        let TrainPlan { heads, kv_heads, qk_dim, v_dim, .. } = *plan;
+        Ok([
+            TensorMap::of(&x.q, [heads, qk_dim], self.queries)?,
+            TensorMap::of(&x.k, [kv_heads, qk_dim], self.keys)?,
+            TensorMap::of(&x.v, [kv_heads, v_dim], self.keys)?,
+            TensorMap::of(&x.out, [heads, v_dim], self.queries)?,
+        ])
+    }
+}
+
+/// Blocks that share the pairs; block b takes pairs b, b + stride and so on. An odd number, unless
+/// the longest share grows by that: no block then meets the same places of each head again and
+/// again.
+fn stride(pairs: usize, multiprocessors: usize) -> usize {
+    let all = pairs.min(multiprocessors).max(1);
+    let odd = (all - 1) | 1;
+    if odd < all && pairs.div_ceil(odd) == pairs.div_ceil(all) { odd } else { all }
+}
+
 impl TrainPlan {
     fn check(&self, x: &TrainOperands) -> Result<(), CudaError> {
         let fits = self.heads > 0
@@ -142,8 +202,8 @@ impl TrainPlan {
     }
 
     /// Whether the tensor-core kernels take these shapes.
-    pub fn fits_mma(&self, views: &[&DeviceHeads]) -> bool {
-        views.iter().all(|view| view.dtype == Dtype::Bf16 && view.in_vectors())
+    fn fits_tensor_cores(&self, views: &[&DeviceHeads]) -> bool {
+        views.iter().all(|view| view.dtype == Dtype::Bf16 && view.in_vectors() && view.rows > 0)
             && [(192, 128), (128, 128), (64, 64)].contains(&(self.qk_dim, self.v_dim))
     }
 
@@ -178,15 +238,15 @@ impl Launcher<'_> {
         self.attention_pass(plan, x, (Pass::Keys, gradients, delta, true))
     }
 
-    /// Gradient of the queries through the step-0 keys, added to what is there.
+    /// Gradient of the queries through the step-0 keys, written, or added to what is there.
     pub fn train_attention_queries(
         &self,
         plan: &TrainPlan,
         x: &TrainOperands,
         delta: DeviceVector<f32>,
-        gradient: DeviceHeads,
+        (gradient, add): (DeviceHeads, bool),
     ) -> Result<(), CudaError> {
-        self.attention_pass(plan, x, (Pass::Queries, [gradient, gradient], delta, true))
+        self.attention_pass(plan, x, (Pass::Queries, [gradient, gradient], delta, add))
     }
 
     fn attention_pass(
@@ -208,19 +268,24 @@ impl Launcher<'_> {
             Pass::Queries => ("_queries", plan.longest[0], plan.heads),
         };
         let (qk, v) = (plan.qk_dim, plan.v_dim);
-        let (name, rows, shared) = match plan.fits_mma(&views) {
-            true => {
+        let variant = self.train_variant(plan, &views)?;
+        let (name, rows, threads, shared) = match variant {
+            AttentionVariant::Wgmma => {
+                let tiles = WgmmaTiles::of(pass, plan);
+                (format!("train_attention{kind}_wgmma_{qk}_{v}"), 128, 384, tiles.shared)
+            }
+            AttentionVariant::Mma => {
                 // A tile of 128 rows and two of 64 columns, in bf16.
                 let resident = if pass == Pass::Forward { qk } else { qk + v };
                 let shared = 2 * (128 * resident + 2 * 64 * (qk + v));
-                (format!("train_attention{kind}_mma_{qk}_{v}"), 128, shared)
+                (format!("train_attention{kind}_mma_{qk}_{v}"), 128, 256, shared)
             }
-            false => {
+            AttentionVariant::Any => {
                 let (dtype, lanes) = (x.q.dtype.name(), plan.lanes(&views));
-                (format!("train_attention{kind}_any_{dtype}_v{lanes}"), 8, 0)
+                (format!("train_attention{kind}_any_{dtype}_v{lanes}"), 8, 256, 0)
             }
         };
-        let args = TrainAttentionArgs {
+        let base = TrainAttentionArgs {
             q: x.q.arg(),
             k: x.k.arg(),
             v: x.v.arg(),
@@ -239,8 +304,37 @@ impl Launcher<'_> {
             scale: plan.scale,
         };
         let blocks = u32::try_from(longest.div_ceil(rows)).unwrap_or(u32::MAX);
-        let grid = (blocks, heads as u32, documents as u32);
-        self.launch(&name, Shape { grid, block: (256, 1, 1), shared: shared as u32 }, &args)
+        let (block, shared) = ((threads, 1, 1), shared as u32);
+        if variant != AttentionVariant::Wgmma {
+            let grid = (blocks, heads as u32, documents as u32);
+            return self.launch(&name, Shape { grid, block, shared }, &base);
+        }
+        // Blocks stay, and go over pairs of rows: those with much and with little work.
+        let pairs = longest.div_ceil(rows).div_ceil(2) * heads * documents;
+        ensure(u32::try_from(pairs).is_ok(), || format!("{pairs} pieces of attention"))?;
+        let grid = (stride(pairs, self.kernels.multiprocessors()) as u32, 1, 1);
+        let maps = WgmmaTiles::of(pass, plan).maps(plan, x)?;
+        let args = WgmmaArgs { maps, base, blocks, documents: documents as u32 };
+        self.launch(&name, Shape { grid, block, shared }, &args)
+    }
+
+    /// The kernels for step-0 keys that the plan asks for, or the fastest.
+    fn train_variant(
+        &self,
+        plan: &TrainPlan,
+        views: &[&DeviceHeads],
+    ) -> Result<AttentionVariant, CudaError> {
+        let hopper = self.kernels.arch().name() == "sm_90a";
+        let fits = |variant: &AttentionVariant| match variant {
+            AttentionVariant::Wgmma => hopper && plan.fits_tensor_cores(views),
+            AttentionVariant::Mma => plan.fits_tensor_cores(views),
+            AttentionVariant::Any => true,
+        };
+        let all = [AttentionVariant::Wgmma, AttentionVariant::Mma, AttentionVariant::Any];
+        let asked = plan.variant.is_none_or(|variant| fits(&variant));
+        ensure(asked, || format!("attention by {:?} of {plan:?}", plan.variant))?;
+        let fastest = all.into_iter().find(fits).unwrap_or(AttentionVariant::Any);
+        Ok(plan.variant.unwrap_or(fastest))
     }
 
     /// Takes the keys that rows made themselves into output and `lse` of the forward pass.
@@ -254,13 +348,12 @@ impl Launcher<'_> {
         if own.is_empty() || x.q.rows == 0 {
             return Ok(());
         }
-        let (args, lanes) = own_args(plan, x, own, None)?;
-        let name = format!("train_attention_own_{}_v{lanes}", x.q.dtype.name());
-        self.launch(&name, Shape::new((x.q.rows * plan.heads).div_ceil(8), 256)?, &args)
+        let args = own_args(plan, x, own, None)?;
+        self.own_pass("own", plan, x.q.dtype, &args)
     }
 
-    /// `delta`, and the gradients through the own keys. `x.out` is the output itself. Needed
-    /// without own keys too: it writes zeros to `d_q` then.
+    /// `delta`, and the gradients through the own keys. `x.out` is the output itself. Without own
+    /// keys `d_q` is not written.
     pub fn own_gradient(
         &self,
         plan: &TrainPlan,
@@ -272,9 +365,28 @@ impl Launcher<'_> {
         if x.q.rows == 0 {
             return Ok(());
         }
-        let (args, lanes) = own_args(plan, x, own, Some(gradient))?;
-        let name = format!("train_attention_own_backward_{}_v{lanes}", x.q.dtype.name());
-        self.launch(&name, Shape::new((x.q.rows * plan.kv_heads).div_ceil(8), 256)?, &args)
+        let args = own_args(plan, x, own, Some(gradient))?;
+        self.own_pass("own_backward", plan, x.q.dtype, &args)?;
+        if own.is_empty() || plan.heads == plan.kv_heads {
+            return Ok(());
+        }
+        self.own_pass("own_shared", plan, x.q.dtype, &args)
+    }
+
+    fn own_pass(
+        &self,
+        kind: &str,
+        plan: &TrainPlan,
+        dtype: Dtype,
+        (args, step): &(OwnArgs, usize),
+    ) -> Result<(), CudaError> {
+        let heads = if kind == "own_shared" { plan.kv_heads } else { plan.heads };
+        let widest = plan.qk_dim.max(plan.v_dim);
+        let lanes = if *step < 8 { 32 } else { widest.div_ceil(8).next_power_of_two().max(8) };
+        let name = format!("train_attention_{kind}_{}_{step}_{lanes}", dtype.name());
+        let parts = args.rows as usize * heads;
+        ensure(u32::try_from(parts).is_ok(), || format!("{parts} rows of heads"))?;
+        self.launch(&name, Shape::new(parts.div_ceil(256 / lanes), 256)?, args)
     }
 }
 
@@ -325,5 +437,28 @@ fn own_args(
             (args.d_keys[at], args.d_values[at]) = (keys.arg(), values.arg());
         }
     }
-    Ok((args, plan.lanes(&views)))
+    let wide = x.q.dtype == Dtype::Bf16
+        && plan.qk_dim.is_multiple_of(8)
+        && plan.v_dim.is_multiple_of(8)
+        && views.iter().all(|view| view.in_vectors());
+    let step = match (x.q.dtype, wide) {
+        (Dtype::Bf16, true) => 8,
+        (Dtype::Bf16, false) => 1,
+        (Dtype::F32, _) => plan.lanes(&views),
+    };
+    Ok((args, step))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::stride;
+
+    #[test]
+    fn strides_are_odd_where_nobody_waits_for_it() {
+        assert_eq!(stride(1024, 132), 131);
+        assert_eq!(stride(128, 132), 128);
+        assert_eq!(stride(133, 132), 131);
+        assert_eq!(stride(264, 132), 132);
+        assert_eq!([stride(1, 132), stride(2, 132), stride(7, 4)], [1, 2, 4]);
+    }
 }

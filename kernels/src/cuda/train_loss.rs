@@ -96,6 +96,8 @@ struct CompareArgs {
     rows: u32,
     cols: u32,
     first_state: u32,
+    /// Whether shared memory holds a row.
+    keep: u32,
 }
 
 #[repr(C)]
@@ -109,6 +111,8 @@ struct WeightedArgs {
 
 /// Threads of a block that goes over one row.
 const THREADS: u32 = 512;
+/// Bytes of shared memory that sums over a block need beside a row.
+const SHARED_REST: usize = 2048;
 
 impl Launcher<'_> {
     /// Takes the logits of tokens from `first` on, f32, into running softmaxes; `first` 0 starts
@@ -199,6 +203,10 @@ impl Launcher<'_> {
         if logits.rows == 0 {
             return Ok(());
         }
+        // A long row takes most of the shared memory: one block has a multiprocessor alone.
+        let bytes = logits.cols * size_of::<f32>();
+        let keep = bytes + SHARED_REST <= self.kernels.shared_limit();
+        let threads = if keep && logits.cols > 8192 { 1024 } else { THREADS };
         let args = CompareArgs {
             logits: logits.arg(),
             gradient: gradient.map_or(MatArg { address: 0, stride: 0 }, |g| g.arg()),
@@ -214,10 +222,12 @@ impl Launcher<'_> {
             rows: logits.rows as u32,
             cols: logits.cols as u32,
             first_state: teacher.first_state,
+            keep: u32::from(keep),
         };
         let width = vector_width(&[logits, out, &teacher.logits]);
         let name = format!("train_compare_{}_v{width}", out.dtype.name());
-        self.launch(&name, Shape::new(logits.rows, THREADS)?, &args)
+        let shared = if keep { bytes as u32 } else { 0 };
+        self.launch(&name, Shape { shared, ..Shape::new(logits.rows, threads)? }, &args)
     }
 
     /// Sum of the losses in `outcomes` times `weights`.

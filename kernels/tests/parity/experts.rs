@@ -9,12 +9,8 @@ use kernels::experts::{gated, order_int4, panel_index, product_row};
 
 use super::{Gpu, HeldVector, Named, Outcome, same, within};
 
-pub(crate) const CASES: &[Named] = &[
-    ("order_int4", order),
-    ("gather_panels", gather_panels),
-    ("experts", |gpu| experts(gpu, false)),
-    ("experts_gathered", |gpu| experts(gpu, true)),
-];
+pub(crate) const CASES: &[Named] =
+    &[("order_int4", order), ("gather_panels", gather_panels), ("experts", experts)];
 
 const GROUP: usize = 32;
 /// Bits of a NaN that memory holds where nothing was written.
@@ -100,7 +96,7 @@ fn gather_panels(gpu: &mut Gpu) -> Outcome {
     Ok(())
 }
 
-fn experts(gpu: &mut Gpu, gathered: bool) -> Outcome {
+fn experts(gpu: &mut Gpu) -> Outcome {
     if !gpu.kernels.on(&gpu.stream).has_expert_products() {
         return Ok(());
     }
@@ -117,8 +113,8 @@ fn experts(gpu: &mut Gpu, gathered: bool) -> Outcome {
         cases.push(([7168, 2048], vec![700, 650]));
     }
     for (shape, counts) in cases {
-        for gate_up in [false, true].into_iter().filter(|gate_up| *gate_up || !gathered) {
-            Products::new(gpu, shape, &counts, gate_up)?.check(gpu, gathered)?;
+        for gate_up in [false, true] {
+            Products::new(gpu, shape, &counts, gate_up)?.check(gpu)?;
         }
     }
     Ok(())
@@ -167,7 +163,7 @@ impl Products {
         })
     }
 
-    fn check(&self, gpu: &Gpu, gathered: bool) -> Outcome {
+    fn check(&self, gpu: &Gpu) -> Outcome {
         let [out, input] = self.shape;
         let (mut codes, mut scales) = (Vec::new(), Vec::new());
         for matrix in &self.matrices {
@@ -197,17 +193,7 @@ impl Products {
         let result = gpu.vector(&vec![UNSET; self.room() * width])?;
         let on = gpu.kernels.on(&gpu.stream);
         let grouping = (&weights, offsets.view);
-        if self.gate_up && gathered {
-            let out = DevicePanels { address: result.view.address, rows: self.room(), cols: width };
-            // The rows of x backwards.
-            let x_rows = self.x.len() / input;
-            let backwards = self.x.chunks(input).rev().flatten().copied().collect::<Vec<_>>();
-            let x = gpu.matrix(&backwards, [x_rows, input], Dtype::Bf16, 8)?;
-            let sources = (0..self.room()).map(|row| (x_rows - 1).wrapping_sub(row) as u32);
-            let sources = gpu.vector(&sources.collect::<Vec<_>>())?;
-            on.experts_gate_up_gathered(&out, &x.view, sources.view, grouping)?;
-            gpu.stream.synchronize()?;
-        } else if self.gate_up {
+        if self.gate_up {
             let out = DevicePanels { address: result.view.address, rows: self.room(), cols: width };
             on.experts_gate_up(&out, &x, grouping)?;
         } else {

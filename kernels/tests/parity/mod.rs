@@ -10,6 +10,7 @@ pub(crate) mod moe;
 pub(crate) mod products;
 pub(crate) mod rows;
 pub(crate) mod stats;
+pub(crate) mod train_attention;
 
 use std::error::Error;
 use std::path::PathBuf;
@@ -18,7 +19,8 @@ use std::sync::Arc;
 use half::bf16;
 use kernels::cuda::cudarc::driver::CudaStream;
 use kernels::cuda::{
-    Blas, CudaError, CudaKernels, DeviceBuffer, DeviceMatrix, DeviceVector, Dtype, download,
+    Blas, CudaError, CudaKernels, DeviceBuffer, DeviceMatrix, DeviceVector, Dtype, SOURCES,
+    TRAIN_SOURCES, download,
 };
 
 pub(crate) type Outcome<T = ()> = Result<T, Box<dyn Error>>;
@@ -46,7 +48,7 @@ pub(crate) type Named = (&'static str, fn(&mut Gpu) -> Outcome);
 pub(crate) fn cases() -> Vec<Case> {
     let groups = [rows::CASES, moe::CASES, dequant::CASES, stats::CASES, products::CASES];
     (groups.into_iter())
-        .chain([experts::CASES, attention::CASES])
+        .chain([experts::CASES, attention::CASES, train_attention::CASES])
         .flatten()
         .map(|&(name, run)| Case { name, run })
         .collect()
@@ -56,7 +58,8 @@ impl Gpu {
     pub(crate) fn new(quick: bool) -> Result<Self, CudaError> {
         let context = kernels::cuda::context(0)?;
         let cache = std::env::var_os("AERIE_KERNEL_CACHE").map(PathBuf::from);
-        let kernels = CudaKernels::load(&context, cache.as_deref())?;
+        let sources = [&SOURCES[..], &TRAIN_SOURCES[2..]].concat();
+        let kernels = CudaKernels::load_sources(&context, cache.as_deref(), &sources)?;
         let stream = context
             .new_stream()
             .map_err(|source| CudaError::Driver { operation: "create a stream".into(), source })?;

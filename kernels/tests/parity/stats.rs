@@ -4,7 +4,7 @@ use bytemuck::Zeroable;
 use kernels::cuda::{DeviceVector, StateStats};
 use kernels::reference;
 
-use super::{Gpu, Named, Outcome, TYPES, same};
+use super::{Gpu, Named, Outcome, TYPES, same, within};
 
 pub(crate) const CASES: &[Named] = &[("state_stats", state_stats), ("quantise_fp8_rows", quantise)];
 
@@ -63,8 +63,14 @@ fn quantise(gpu: &mut Gpu) -> Outcome {
             let stride = cols + 8;
             let codes = gpu.vector(&vec![0xA5u8; rows * stride])?;
             let scales = gpu.vector(&vec![9f32; rows])?;
+            let errors = gpu.vector(&vec![[9f32; 2]; rows])?;
             let view: DeviceVector<u8> = codes.view;
-            gpu.kernels.on(&gpu.stream).quantise_fp8_rows((view, stride), scales.view, &x.view)?;
+            gpu.kernels.on(&gpu.stream).quantise_fp8_rows(
+                (view, stride),
+                scales.view,
+                errors.view,
+                &x.view,
+            )?;
             let (want_codes, want_scales) = reference::quantise_fp8_rows(&values, cols);
             let what = format!("{dtype:?} [{rows}, {cols}]");
             let bits = |scales: &[f32]| -> Vec<u32> {
@@ -72,6 +78,14 @@ fn quantise(gpu: &mut Gpu) -> Outcome {
             };
             let got_scales = gpu.vector_values(&scales)?;
             same(&format!("scales {what}"), &bits(&got_scales), &bits(&want_scales))?;
+            let want = reference::fp8_errors(&values, (&want_codes, &want_scales), cols);
+            let got = gpu.vector_values(&errors)?;
+            for (r, (got, want)) in got.iter().zip(&want).enumerate() {
+                // The errors of a row without a finite scale mean nothing either.
+                if want_scales[r].is_finite() {
+                    within(&format!("errors {what} row {r}"), got, want, (1e-3, 1e-6))?;
+                }
+            }
             let got = gpu.vector_values(&codes)?;
             for (r, got) in got.chunks(stride).enumerate() {
                 // Codes of a row without a finite scale mean nothing.

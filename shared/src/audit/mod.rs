@@ -11,7 +11,9 @@ use std::str::FromStr;
 use serde::Serialize;
 
 use crate::durable::{DatasetDir, at};
-use crate::manifest::{self, Conservation, Manifest, ManifestError, SampleRow, ShardRow};
+use crate::manifest::{
+    self, Conservation, Manifest, ManifestError, SampleRow, ShardRow, StorageError,
+};
 use crate::sample::SampleId;
 use crate::shard::ShardId;
 
@@ -113,6 +115,8 @@ pub struct AuditReport {
     pub samples_read: usize,
     /// Bytes that were hashed.
     pub bytes_hashed: u64,
+    /// What storing the states in fewer bits has cost, by layer.
+    pub storage_errors: Vec<StorageError>,
     /// What is not as it should be.
     pub findings: Vec<Finding>,
 }
@@ -156,6 +160,7 @@ pub fn audit(dir: &Path, verify: Verify) -> Result<AuditReport, ManifestError> {
         tokens: samples.iter().map(|sample| sample.tokens as u64).sum(),
         samples_read: 0,
         bytes_hashed: 0,
+        storage_errors: manifest.storage_errors()?,
         findings: Vec::new(),
     };
     for line in manifest.integrity()? {

@@ -324,7 +324,7 @@ pub(super) async fn insert_sample(
         .execute(&mut *conn)
         .await?;
     }
-    Ok(())
+    super::storage_errors::insert(conn, entry.sample_id, &entry.storage_errors).await
 }
 
 /// Gives a sample of a rebuilt manifest, which knows no lines, the first line that comes to it.

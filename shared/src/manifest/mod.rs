@@ -12,6 +12,7 @@ mod rebuild;
 mod rows;
 mod seal;
 mod settings;
+mod storage_errors;
 mod table;
 
 use std::ffi::OsString;
@@ -29,6 +30,7 @@ pub use failures::Failure;
 pub(crate) use lock::is_held;
 pub use rebuild::Rebuilt;
 pub use rows::{Conservation, SampleRow, ShardRow};
+pub use storage_errors::StorageError;
 pub use table::{Cell, Listing, Table};
 
 use self::settings::Settings;

@@ -16,7 +16,7 @@ pub(crate) use reader::open_header;
 pub use reader::{ShardReader, read_header};
 pub use writer::ShardWriter;
 
-use crate::contract::ContractError;
+use crate::contract::{ContractError, LayerIndex};
 use crate::digest::Digest;
 use crate::durable::DurableError;
 use crate::header::HeaderError;
@@ -84,6 +84,8 @@ pub struct ShardEntry {
     pub trainable_tokens: usize,
     /// Its tensors.
     pub tensors: Vec<TensorRecord>,
+    /// What storing cost, by layer; not known of a shard that was read.
+    pub storage_errors: Vec<(LayerIndex, f64)>,
 }
 
 /// A shard on stable storage that the manifest does not know yet.

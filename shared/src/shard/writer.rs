@@ -237,5 +237,6 @@ pub(super) fn entry(captured: &CapturedSample) -> ShardEntry {
         tokens: sample.tokens(),
         trainable_tokens: sample.trainable_tokens(),
         tensors,
+        storage_errors: captured.storage_errors().to_vec(),
     }
 }

@@ -5,9 +5,12 @@ use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
-use super::{Best, Checkpoint, CheckpointError, SUMS};
+use super::{Best, Checkpoint, CheckpointError, Parts, SUMS};
 
 const PREFIX: &str = "step-";
+
+const DAMAGED: &str =
+    "a checkpoint has one from the start; --allow-older goes on from an older one";
 
 /// `RUN/`: `metrics.jsonl`, `checkpoints/step-NNNNNNNN/`, `LOCK`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -100,19 +103,48 @@ impl RunDir {
 
     /// Steps of all complete checkpoints, ascending.
     pub fn steps(&self) -> Result<Vec<u64>, CheckpointError> {
+        let mut steps = self.all_steps()?;
+        steps.retain(|&step| self.checkpoint(step).join(SUMS).is_file());
+        Ok(steps)
+    }
+
+    /// Steps of everything that is named like a checkpoint, ascending.
+    fn all_steps(&self) -> Result<Vec<u64>, CheckpointError> {
         let step = |name: String| name.strip_prefix(PREFIX).and_then(|digits| digits.parse().ok());
         let mut steps: Vec<u64> = self.names()?.into_iter().filter_map(step).collect();
-        steps.retain(|&step| self.checkpoint(step).join(SUMS).is_file());
         steps.sort_unstable();
         Ok(steps)
     }
 
-    /// The newest checkpoint.
+    /// The newest checkpoint. One without its list of digests is an error: checkpoints appear
+    /// whole, and only older ones are ever removed.
     pub fn latest(&self) -> Result<PathBuf, CheckpointError> {
-        match self.steps()?.last() {
-            Some(&step) => Ok(self.checkpoint(step)),
-            None => Err(CheckpointError::None { path: self.root.clone() }),
+        let Some(&step) = self.all_steps()?.last() else {
+            return Err(CheckpointError::None { path: self.root.clone() });
+        };
+        let newest = self.checkpoint(step);
+        match newest.join(SUMS).is_file() {
+            true => Ok(newest),
+            false => Err(CheckpointError::Missing { path: newest.join(SUMS), why: DAMAGED }),
         }
+    }
+
+    /// Renames damaged checkpoints to `damaged-step-NNNNNNNN` until the newest is sound, and says
+    /// so. Every file of the newest is read.
+    pub fn set_damaged_aside(&self) -> Result<(), CheckpointError> {
+        let _lock = self.claim()?;
+        while let Some(&step) = self.all_steps()?.last() {
+            let newest = self.checkpoint(step);
+            let error = match Checkpoint::load(&newest, Parts::Everything) {
+                Ok(_) => return Ok(()),
+                Err(error) if error.is_damage() => error,
+                Err(error) => return Err(error),
+            };
+            let aside = self.checkpoints_dir().join(format!("damaged-{PREFIX}{step:08}"));
+            tracing::warn!("{error}: set aside as {}", aside.display());
+            shared::durable::publish_dir(&newest, &aside)?;
+        }
+        Err(CheckpointError::None { path: self.root.clone() })
     }
 
     /// The checkpoint with the longest accepted drafts on held-out samples; the newest when none

@@ -98,7 +98,10 @@ impl Setting {
             optimizer,
             target: FrozenTarget::new(weights, vocabulary)?,
             batch: TrainBatch::new(args.tokens()?, aux, last_hidden)?,
-            options: TttOptions { teacher_rows: args.teacher_rows.max(2048), ..args.options() },
+            options: TttOptions {
+                teacher_rows: args.teacher_rows.max(<Cuda as DraftOps>::TEACHER_ROWS),
+                ..args.options()
+            },
         })
     }
 
@@ -209,11 +212,13 @@ pub(super) fn run(
     let mut setting = Setting::new(args, place)?;
     // What making it took goes back.
     <Cuda as Backend>::memory_cleanup(device);
-    start_timer(device)?;
     let first = setting.steps(1, device)?;
     let ready = start.elapsed().as_secs_f64();
     setting.steps(1, device)?;
     let steps = setting.steps(args.repeat.max(1), device)?;
+    // Apart, because measuring parts takes time too.
+    start_timer(device)?;
+    let apart = setting.steps(args.repeat.max(1), device)?;
     let [free, all] = settle(device)?;
     let [kept, reserved] = tensor_memory(device);
     let tokens = setting.batch.tokens().clone();
@@ -221,8 +226,8 @@ pub(super) fn run(
     drop(setting);
     let limit = ceiling(place)?;
     let floor = |flop: f64| flop / limit / 1e9;
-    let part = |part: Part| steps.parts.get(part as usize).copied().unwrap_or(0.0);
-    let rest = steps.whole - steps.parts.iter().sum::<f64>();
+    let part = |part: Part| apart.parts.get(part as usize).copied().unwrap_or(0.0);
+    let rest = apart.whole - apart.parts.iter().sum::<f64>();
     writeln!(out, "loss             {:10.4} (first step {:.4})", steps.loss, first.loss)?;
     writeln!(out, "step             {:10.1} ms (mean of {})", steps.whole, args.repeat.max(1))?;
     writeln!(out, "tokens           {:10.0} /s", args.tokens as f64 / steps.whole * 1e3)?;

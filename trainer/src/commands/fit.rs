@@ -4,9 +4,11 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use burn::backend::{Autodiff, Cuda, Flex};
+use extractor::shutdown::Shutdown;
 use trainer::checkpoint::RunDir;
 use trainer::fit::{self, FitReport, Start};
 
+use super::Stopped;
 use super::device::{DeviceArgs, Place};
 use super::flags::ConfigFlags;
 
@@ -16,6 +18,9 @@ pub(crate) struct FitArgs {
     /// Continue this run from its newest checkpoint. Without --config its stored settings are used.
     #[arg(long, value_name = "RUN")]
     resume: Option<PathBuf>,
+    /// Where the newest checkpoint is damaged, set it aside and continue from the newest good one.
+    #[arg(long, requires = "resume")]
+    allow_older: bool,
     /// Print the report as one JSON object.
     #[arg(long)]
     json: bool,
@@ -27,6 +32,10 @@ pub(crate) struct FitArgs {
 
 /// Trains and prints a report.
 pub(crate) fn run(args: &FitArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
+    let stop = Shutdown::on_signals()?;
+    if let Some(run) = args.resume.as_ref().filter(|_| args.allow_older) {
+        RunDir::new(run).set_damaged_aside()?;
+    }
     let (start, fallback) = match &args.resume {
         None => (Start::Fresh, None),
         Some(run) => (Start::Resume, Some(RunDir::new(run).latest()?.join("config.toml"))),
@@ -37,10 +46,10 @@ pub(crate) fn run(args: &FitArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
     }
     let report = match args.device.open(config.train.compute)? {
         (Place::Cpu, dtype) => {
-            fit::run::<Autodiff<Flex>>(&config, start, (&Default::default(), dtype))?
+            fit::run_until::<Autodiff<Flex>>(&config, start, (&Default::default(), dtype), &stop)?
         }
         (Place::Cuda(device), dtype) => {
-            fit::run::<Autodiff<Cuda>>(&config, start, (&device, dtype))?
+            fit::run_until::<Autodiff<Cuda>>(&config, start, (&device, dtype), &stop)?
         }
     };
     if args.json {
@@ -48,7 +57,10 @@ pub(crate) fn run(args: &FitArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
     } else {
         print(&report, out)?;
     }
-    Ok(true)
+    match report.stopped {
+        true => Err(Stopped.into()),
+        false => Ok(true),
+    }
 }
 
 fn print(report: &FitReport, out: &mut dyn Write) -> std::io::Result<()> {

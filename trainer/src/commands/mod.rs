@@ -11,6 +11,7 @@ pub(crate) mod fit;
 mod flags;
 mod live;
 
+use extractor::shutdown::EXIT_STOPPED;
 use trainer::acceptance::EvaluateError;
 use trainer::checkpoint::CheckpointError;
 use trainer::config::ConfigError;
@@ -24,6 +25,11 @@ use trainer::tensors::TensorFileError;
 use trainer::trained::TrainedError;
 use trainer::ttt::TttError;
 
+/// A signal ended the training, which has left a checkpoint.
+#[derive(Debug, thiserror::Error)]
+#[error("stopped by a signal after a checkpoint; `trainer fit --resume RUN` continues")]
+pub(crate) struct Stopped;
+
 /// Exit code of the outermost error that knows one; 70 otherwise.
 pub(crate) fn exit_code(error: &anyhow::Error) -> u8 {
     error.chain().find_map(code).unwrap_or(70)
@@ -36,6 +42,7 @@ fn code(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
         };
     }
     let io = error.downcast_ref::<std::io::Error>().map(|_| 74);
+    let stopped = error.downcast_ref::<Stopped>().map(|_| EXIT_STOPPED);
     first_of!(
         FitError,
         CheckpointError,
@@ -53,6 +60,7 @@ fn code(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
         extractor::target::TargetError,
         extractor::encode::EncoderError
     )
+    .or(stopped)
     .or(io)
 }
 

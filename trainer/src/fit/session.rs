@@ -90,6 +90,7 @@ where
         Ok(Self {
             options: TttOptions {
                 activations: activations::<B>(config, &draft, (device, dtype)),
+                teacher_rows: B::TEACHER_ROWS,
                 ..ttt_options(config)
             },
             total_steps: if limit > 0 { all.min(limit) } else { all },

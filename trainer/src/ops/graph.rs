@@ -344,6 +344,8 @@ impl<B: DraftGradients> Operation<B> for Distillation<B> {
 }
 
 impl<B: DraftGradients, C: CheckpointStrategy> DraftOps for Autodiff<B, C> {
+    const TEACHER_ROWS: usize = B::TEACHER_ROWS;
+
     fn project_part(
         x: Tensor<Self, 2>,
         weight: Tensor<Self, 2>,

@@ -195,6 +195,9 @@ pub enum Activations {
 
 /// Operations of the training step that a device may replace.
 pub trait DraftOps: Backend {
+    /// A good number for [`DistillRows::states_at_once`].
+    const TEACHER_ROWS: usize = 512;
+
     /// `x [n, in]` times the transpose of `weight [out, in]`.
     fn project(x: Tensor<Self, 2>, weight: Tensor<Self, 2>) -> Tensor<Self, 2> {
         Self::project_part(x, weight, 0, None)

@@ -167,6 +167,25 @@ impl Device {
         self.context.new_event(None).map_err(driver("make an event"))
     }
 
+    /// Writes to a bad address, or lets the compute stream wait for a value that nobody writes.
+    #[cfg(test)]
+    pub(super) fn spoil(&self, how: crate::target::fault::Spoil) {
+        use kernels::cuda::cudarc::driver::sys;
+        use kernels::cuda::{DeviceBuffer, DeviceMatrix};
+        if how == crate::target::fault::Spoil::BadAddress {
+            let nowhere = DeviceMatrix::packed(1 << 12, [16, 64], Dtype::F32);
+            self.launch().zero(&nowhere).unwrap();
+            return;
+        }
+        let never = DeviceBuffer::from_slice(&self.compute, &[0u32; 4]).unwrap();
+        self.settle("hang").unwrap();
+        // SAFETY: the address stays valid, for the memory is given up without being freed.
+        let answer =
+            unsafe { sys::cuStreamWaitValue32_v2(self.compute.cu_stream(), never.address(), 1, 1) };
+        assert_eq!(answer, sys::CUresult::CUDA_SUCCESS);
+        std::mem::forget(never);
+    }
+
     /// Waits for all work on the stream that work goes to.
     pub(super) fn settle(&self, doing: &'static str) -> Result<(), TargetError> {
         let event = self.doing(doing, self.event())?;

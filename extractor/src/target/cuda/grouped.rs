@@ -18,12 +18,16 @@ pub(super) struct Grouped {
 }
 
 impl Grouped {
-    /// Whether experts of `columns` intermediates are decoded inside their products: `formats` of
-    /// gate and up, and of down.
-    pub(super) fn fits(formats: [PackedFormat; 2], columns: usize, hidden: usize) -> bool {
+    /// Whether the experts held are decoded inside their products: `formats` of gate and up, and
+    /// of down; `held` experts of [columns, hidden].
+    pub(super) fn fits(
+        formats: [PackedFormat; 2],
+        held: usize,
+        [columns, hidden]: [usize; 2],
+    ) -> bool {
         let shapes = [[2 * columns, hidden], [hidden, columns]];
         formats.into_iter().zip(shapes).all(|(format, shape)| match format {
-            PackedFormat::Int4 { group } => ExpertWeights::fit(shape, group),
+            PackedFormat::Int4 { group } => ExpertWeights::fit(held, shape, group),
             _ => false,
         })
     }

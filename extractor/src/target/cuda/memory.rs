@@ -2,10 +2,13 @@
 //! knows no driver.
 
 use std::fmt;
+use std::sync::Arc;
 
 use kernels::cuda::Dtype;
+use kernels::cuda::cudarc::driver::CudaContext;
+use shared::StateDtype;
 
-use super::capture;
+use super::capture::Form;
 use super::device::{Device, driver};
 use super::experts::ExpertSizes;
 use super::gemm::{WORKSPACE_BYTES, padded_rows};
@@ -21,8 +24,10 @@ use crate::target::source::Source;
 use crate::target::spec::{AttentionSpec, MoeSpec, TargetSpec};
 use crate::target::weights::PackedFormat;
 
-/// Memory that libraries take for themselves: kernels, cuBLASLt, NCCL.
-const LIBRARIES: u64 = 1 << 30;
+/// Memory that kernels and cuBLASLt take for themselves: 13 to 22 MB were seen on an H200.
+const LIBRARIES: u64 = 16 << 20;
+/// Memory for what NCCL takes between several ranks.
+const EXCHANGE: u64 = 1 << 30;
 
 /// What one rank is to hold.
 #[derive(Clone, Copy)]
@@ -37,6 +42,20 @@ pub(super) struct Load<'a> {
     pub(super) tokens: usize,
     /// Whether the device has products of experts that decode INT4.
     pub(super) decodes: bool,
+    /// How captured states are stored.
+    pub(super) states: StateDtype,
+}
+
+impl Load<'_> {
+    /// How captured rows travel.
+    pub(super) fn captured(&self) -> Form {
+        Form::new(self.dtype, self.spec.hidden_size, self.states)
+    }
+
+    /// Rows of a layer that this rank captures.
+    pub(super) fn share(&self) -> usize {
+        self.tokens.div_ceil(self.plan.world_size)
+    }
 }
 
 /// Bytes by use.
@@ -64,12 +83,14 @@ impl MemoryPlan {
         let rooms = rooms(load.spec, load.plan, load.ranks).0;
         let rooms = rooms.into_iter().filter(|room| room.width > 0);
         lines.extend(rooms.map(|room| (room.name, room_bytes(&room, load.dtype, tokens))));
-        let share = tokens.div_ceil(load.plan.world_size) * load.spec.hidden_size * size;
-        lines.push(("captured rows", (capture::piece(share) * capture::SLOTS) as u64));
+        lines.push(("captured rows", load.captured().all_bytes(load.share()) as u64));
         lines.push(("positions and ids", inputs(load.spec, tokens).iter().sum::<usize>() as u64));
         let products = 1 + usize::from(load.ranks > 1);
         lines.push(("workspace of products", (products * WORKSPACE_BYTES) as u64));
         lines.push(("kernels and libraries", LIBRARIES));
+        if load.ranks > 1 {
+            lines.push(("exchange between ranks", EXCHANGE));
+        }
         Self { tokens, lines }
     }
 
@@ -102,6 +123,30 @@ pub(super) fn require(device: &Device, plan: &MemoryPlan) -> Result<(), TargetEr
         });
     }
     Ok(())
+}
+
+/// An error of the start, with the numbers where it says that memory is short.
+pub(super) fn explained(
+    error: TargetError,
+    context: &Arc<CudaContext>,
+    load: &Load<'_>,
+) -> TargetError {
+    let (rank, memory) = match (&error, context.mem_get_info()) {
+        (TargetError::Cuda { rank, source, .. }, Ok(memory)) if source.is_out_of_memory() => {
+            (*rank, memory)
+        }
+        _ => return error,
+    };
+    let plan = MemoryPlan::new(load);
+    let (free, total) = memory;
+    TargetError::Memory {
+        rank,
+        needed: gib(plan.total()),
+        free: format!("with a part of that taken {}", gib(free as u64)),
+        total: gib(total as u64),
+        tokens: plan.tokens,
+        plan: plan.to_string(),
+    }
 }
 
 impl fmt::Display for MemoryPlan {
@@ -152,15 +197,16 @@ pub(super) fn inputs(spec: &TargetSpec, tokens: usize) -> [usize; 10] {
 pub(super) fn expert_sizes(load: &Load<'_>, moe: &MoeSpec) -> ExpertSizes {
     let Load { spec, plan, .. } = load;
     let (columns, hidden) = (plan.expert_columns.len(), spec.hidden_size);
-    let mut formats = expert_layers(load, moe);
+    let (held, mut formats) = (plan.experts.len(), expert_layers(load, moe));
+    let grouped = |formats| Grouped::fits(formats, held, [columns, hidden]);
     ExpertSizes {
         first: plan.experts.start,
-        held: plan.experts.len(),
+        held,
         columns,
         hidden,
         top_k: moe.top_k,
         num_experts: moe.num_experts,
-        grouped: load.decodes && formats.all(|formats| Grouped::fits(formats, columns, hidden)),
+        grouped: load.decodes && formats.all(grouped),
     }
 }
 
@@ -256,9 +302,9 @@ mod tests {
         let options = EngineOptions { tp, ..EngineOptions::new(&dir) };
         let plans = options.plans(&spec).unwrap();
         let plan = |plan| {
-            let dtype = Dtype::Bf16;
-            let (decodes, ranks, source) = (false, tp, &source);
-            MemoryPlan::new(&Load { spec: &spec, plan, ranks, source, dtype, tokens, decodes })
+            let (decodes, ranks, source, spec) = (false, tp, &source, &spec);
+            let (dtype, states) = (Dtype::Bf16, StateDtype::Bf16);
+            MemoryPlan::new(&Load { spec, plan, ranks, source, dtype, tokens, decodes, states })
         };
         (stored(&dir), plans.iter().map(plan).collect())
     }
@@ -294,6 +340,23 @@ mod tests {
         for model in ["models/nano-kimi", "tests/fixtures/tiny-odd", "tests/fixtures/stories260k"] {
             let (stored, plans) = plans(model, 1, 64);
             assert_eq!(plans[0].weights(), stored, "{model}: {}", plans[0]);
+        }
+    }
+
+    /// Experts in INT4 whose sides are multiples of 128 need no lanes.
+    #[test]
+    fn products_that_decode_take_what_fits_them() {
+        for (model, fits) in [("models/nano-kimi", true), ("tests/fixtures/tiny-odd", false)] {
+            let dir = repository(model);
+            let spec = TargetSpec::read(&dir).unwrap();
+            let source = Source::Checkpoint(Checkpoint::open(&dir).unwrap());
+            let plans = EngineOptions::new(&dir).plans(&spec).unwrap();
+            let grouped = |decodes| {
+                let (plan, dtype) = (&plans[0], Dtype::Bf16);
+                let load = Load { spec: &spec, plan, source: &source, dtype, tokens: 64, decodes };
+                expert_sizes(&load, spec.moe.as_ref().unwrap()).grouped
+            };
+            assert_eq!([grouped(true), grouped(false)], [fits, false], "{model}");
         }
     }
 

@@ -6,6 +6,7 @@ mod buffer;
 mod capture;
 mod clock;
 mod device;
+mod exit;
 mod experts;
 mod gemm;
 mod grouped;
@@ -27,9 +28,14 @@ use self::buffer::{CudaBuffer, CudaLinear};
 use self::capture::{CaptureLane, CudaCaptured};
 use self::clock::EventClock;
 use self::device::Device;
+pub(crate) use self::exit::LastResort;
+pub use self::exit::exit_at_once;
+#[cfg(test)]
+pub(crate) use self::exit::hang_at_exit;
 use self::experts::{CudaExperts, ExpertWork};
 use self::inputs::{CudaRope, Inputs};
 use self::memory::{Load, MemoryPlan, precision, room_values};
+pub use self::rank::FreeMemory;
 pub(super) use self::rank::{ceiling, start, start_shape};
 use self::routing::{Routing, RoutingMemory};
 use self::weights::{Loader, Progress};
@@ -74,8 +80,7 @@ impl CudaOps {
                 (Some(routing), Some(ExpertWork::new(&device, sizes, tokens)?))
             }
         };
-        let share = tokens.div_ceil(load.plan.world_size) * load.spec.hidden_size;
-        let capture = CaptureLane::new(&device, share * device.dtype.size())?;
+        let capture = CaptureLane::new(&device, load.captured(), load.share())?;
         let clock = EventClock::new(&device.context);
         let progress = Progress::new(plan.weights());
         Ok(Self { device, tokens, inputs, routing, experts, capture, clock, progress })
@@ -157,7 +162,7 @@ impl Ops for CudaOps {
     ) -> Result<CudaCaptured, TargetError> {
         let size = buffer.dtype().size() * width;
         let address = buffer.address() + (rows.start * size) as u64;
-        let started = self.capture.start(&self.device, address, rows.len() * size);
+        let started = self.capture.start(&self.device, address, [rows.len(), width]);
         self.device.doing("capture a layer", started)
     }
 

@@ -1,8 +1,9 @@
 //! One rank on one GPU, and the start of a group of them. Knows nothing of requests.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use kernels::cuda::cudarc::driver::CudaContext;
 use kernels::cuda::cudarc::driver::result::DriverError;
 use kernels::cuda::cudarc::driver::sys::CUresult;
 use kernels::cuda::{CudaError, Dtype, device_count};
@@ -10,7 +11,7 @@ use kernels::cuda::{CudaError, Dtype, device_count};
 use super::CudaOps;
 use super::buffer::CudaBuffer;
 use super::device::Device;
-use super::memory::Load;
+use super::memory::{Load, MemoryPlan};
 use super::nccl::NcclGroup;
 use super::peers::PeerGroup;
 use crate::target::CacheId;
@@ -38,13 +39,56 @@ impl RankWorker for CudaRank {
     ) -> Result<ForwardOutput, TargetError> {
         self.model.collective().set_deadline(deadline);
         self.model.ops().device.deadline = deadline;
-        let output = self.model.forward(request)?;
+        let output = self.model.forward(request);
+        let output = output.map_err(|error| error.of_batch(request.ids.len()))?;
         output.trace_shapes(self.rank, batch);
         Ok(output)
     }
 
     fn drop_cache(&mut self, id: CacheId) {
         self.model.drop_cache(id);
+    }
+
+    #[cfg(test)]
+    fn spoil(&mut self, how: crate::target::fault::Spoil) {
+        self.model.ops().device.spoil(how);
+    }
+}
+
+fn dtype(options: &EngineOptions) -> Dtype {
+    match options.compute.on(options.device) {
+        Compute::F32 => Dtype::F32,
+        Compute::Bf16 | Compute::Auto => Dtype::Bf16,
+    }
+}
+
+/// Free bytes of the first GPU, watched from before anything is taken.
+pub struct FreeMemory {
+    context: Arc<CudaContext>,
+    before: usize,
+}
+
+impl FreeMemory {
+    /// Looks at the first GPU, whose context is made for it and stays.
+    pub fn watch() -> Result<Self, TargetError> {
+        require_gpus(1)?;
+        let asked = |source| TargetError::Cuda { rank: 0, doing: "ask for free memory", source };
+        let context = kernels::cuda::context(0).map_err(asked)?;
+        let memory = context.mem_get_info().map_err(super::device::driver("ask for free memory"));
+        let (before, _) = memory.map_err(asked)?;
+        Ok(Self { context, before })
+    }
+
+    /// Bytes taken since, by everybody.
+    pub fn taken(&self) -> Result<u64, TargetError> {
+        let memory = self.context.mem_get_info();
+        let memory = memory.map_err(super::device::driver("ask for free memory"));
+        let (free, _) = memory.map_err(|source| TargetError::Cuda {
+            rank: 0,
+            doing: "ask for free memory",
+            source,
+        })?;
+        Ok(self.before.saturating_sub(free) as u64)
     }
 }
 
@@ -65,13 +109,13 @@ fn require_gpus(needed: usize) -> Result<(), TargetError> {
     Ok(())
 }
 
-/// Starts a rank on each GPU.
+/// Starts a rank on each GPU. Returns too how many bytes each has planned to take.
 pub(in crate::target) fn start(
     options: &EngineOptions,
     spec: &TargetSpec,
     plans: &[RankPlan],
     source: Source,
-) -> Result<Ranks, TargetError> {
+) -> Result<(Ranks, Vec<u64>), TargetError> {
     let gpus = if ranks_share_gpus() { 1 } else { plans.len() };
     require_gpus(gpus)?;
     let group = Group::new(plans.len(), options.exchange)?;
@@ -80,7 +124,10 @@ pub(in crate::target) fn start(
         Group::Nccl(group) => Arc::new(move |reason| group.end(reason)),
         Group::Peers(group) => Arc::new(move |reason| group.end(reason)),
     };
-    start_ranks(options, (spec, plans, source), group, end)
+    let planned = Arc::new(Mutex::new(vec![0; plans.len()]));
+    let ranks = start_ranks(options, (spec, plans, source), (group, end), Arc::clone(&planned))?;
+    let planned = planned.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    Ok((ranks, planned))
 }
 
 /// How rows cross the ranks.
@@ -128,36 +175,44 @@ pub(in crate::target) fn start_shape(
     options: &EngineOptions,
     spec: &TargetSpec,
     plans: &[RankPlan],
-) -> Result<Ranks, TargetError> {
+) -> Result<(Ranks, Vec<u64>), TargetError> {
     start(options, spec, plans, Source::Random)
 }
 
 fn start_ranks(
     options: &EngineOptions,
     (spec, plans, source): (&TargetSpec, &[RankPlan], Source),
-    group: Group,
-    end: EndGroup,
+    (group, end): (Group, EndGroup),
+    planned: Arc<Mutex<Vec<u64>>>,
 ) -> Result<Ranks, TargetError> {
     let (spec, plans) = (spec.clone(), plans.to_vec());
     let (tokens, qa_norm_eps, limit) =
         (options.batch_tokens.max(1), options.qa_norm_eps, options.deadline);
-    let dtype = match options.compute.on(options.device) {
-        Compute::F32 => Dtype::F32,
-        Compute::Bf16 | Compute::Auto => Dtype::Bf16,
-    };
+    let states = options.states;
+    #[cfg(test)]
+    let faults = options.faults.clone();
+    let dtype = dtype(options);
     Ranks::start(plans.len(), options.deadline, end, move |rank| {
         let gpu = if ranks_share_gpus() { 0 } else { rank };
         let mut device = Device::open((rank, gpu), dtype, limit)?;
         let collective = group.connect(&mut device)?;
         let plan = plans[rank].clone();
         let decodes = dtype == Dtype::Bf16 && device.launch().has_expert_products();
+        let context = Arc::clone(&device.context);
         let (spec, source, ranks) = (&spec, &source, plans.len());
-        let load = Load { spec, plan: &plan, ranks, source, dtype, tokens, decodes };
-        let ops = CudaOps::new(device, &load)?;
+        let load = Load { spec, plan: &plan, ranks, source, dtype, tokens, decodes, states };
+        let explained = |error| super::memory::explained(error, &context, &load);
+        let total = MemoryPlan::new(&load).total();
+        planned.lock().unwrap_or_else(PoisonError::into_inner)[rank] = total;
+        let ops = CudaOps::new(device, &load).map_err(explained)?;
+        let plan = plan.clone();
         let parts = Parts { ops, collective, source, spec, plan, qa_norm_eps };
-        let mut model = Model::load(parts)?;
+        let mut model = Model::load(parts).map_err(explained)?;
         model.ops().finish_loading()?;
-        Ok(CudaRank { model, rank })
+        let worker = CudaRank { model, rank };
+        #[cfg(test)]
+        let worker = crate::target::fault::Faulty { worker, rank, faults: faults.clone() };
+        Ok(worker)
     })
 }
 

@@ -57,6 +57,7 @@ fn train_plan(
         visible: ids(&plan.visible.device),
         segments: ids(segments),
         longest: [longest(|s| s.queries.len()), longest(|s| s.keys.len())],
+        variant: None,
     }
 }
 
@@ -160,7 +161,7 @@ pub(super) fn attend_gradients(
         }
         work.launch.own_gradient(&sizes, &made, &own, &own_gradient)?;
         work.launch.train_attention_keys(&sizes, &upstream, own_gradient.delta, pairs[0])?;
-        let d_q = own_gradient.d_q;
+        let d_q = (own_gradient.d_q, !own.is_empty());
         work.launch.train_attention_queries(&sizes, &upstream, own_gradient.delta, d_q)
     });
     AttentionOperands { queries: d_queries, keys: d_keys, values: d_values }

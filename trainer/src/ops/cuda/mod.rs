@@ -65,6 +65,9 @@ fn rotate(x: T<3>, table: &RotaryTable<Cuda>, positions: &RowIndex<Cuda>, direct
 }
 
 impl DraftOps for Cuda {
+    // The vocabulary is streamed, so that a block of logits stays small, and products have rows.
+    const TEACHER_ROWS: usize = 2048;
+
     fn project_part(
         x: Tensor<Self, 2>,
         weight: Tensor<Self, 2>,
