@@ -127,7 +127,7 @@ impl NcclRank {
                 messages.iter().filter(|message| message.len > 0).try_for_each(|message| {
                     let Message { kind, address, len, dtype, peer } = *message;
                     let (kind_of, peer) = (data_type(dtype), peer as i32);
-                    // SAFETY: the address has `len` values of this type; the stream keeps the order.
+                    // SAFETY: the address has `len` values of this type; the stream keeps order.
                     unsafe {
                         match kind {
                             Kind::Send => {
