@@ -303,7 +303,7 @@ impl Launcher<'_> {
         // Blocks stay, and go over pairs of rows: those with much and with little work.
         let pairs = longest.div_ceil(rows).div_ceil(2) * heads * documents;
         ensure(u32::try_from(pairs).is_ok(), || format!("{pairs} pieces of attention"))?;
-        let grid = (pairs.min(self.kernels.multiprocessors()) as u32, 1, 1);
+        let grid = (pairs.clamp(1, self.kernels.multiprocessors()) as u32, 1, 1);
         let maps = WgmmaTiles::of(pass, plan).maps(plan, x)?;
         let args = WgmmaArgs { maps, base, blocks, documents: documents as u32 };
         self.launch(&name, Shape { grid, block, shared }, &args)
