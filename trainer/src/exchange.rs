@@ -186,7 +186,9 @@ pub fn compare<B: ExchangeOps>(
     let value = |rank: usize, at: usize| ((at * 7 + rank * 5) % 16) as f32;
     let matrix = |shape: [usize; 2]| -> Tensor<B, 2> {
         let values: Vec<f32> = (0..shape[0] * shape[1]).map(|at| value(own, at)).collect();
-        Tensor::from_data(TensorData::new(values, shape), (device, DType::F32)).cast(dtype)
+        let data = TensorData::new(values, shape);
+        let exact: Tensor<B, 2> = Tensor::from_data(data, (device, DType::F32));
+        exact.cast(dtype)
     };
     let sum = |at: usize| (0..ranks).map(|rank| value(rank, at)).sum::<f32>();
     let mut list = Vec::new();
