@@ -174,15 +174,6 @@ impl WgmmaTiles {
     }
 }
 
-/// Blocks that share the pairs; block b takes pairs b, b + stride and so on. An odd number, unless
-/// the longest share grows by that: no block then meets the same places of each head again and
-/// again.
-fn stride(pairs: usize, multiprocessors: usize) -> usize {
-    let all = pairs.min(multiprocessors).max(1);
-    let odd = (all - 1) | 1;
-    if odd < all && pairs.div_ceil(odd) == pairs.div_ceil(all) { odd } else { all }
-}
-
 impl TrainPlan {
     fn check(&self, x: &TrainOperands) -> Result<(), CudaError> {
         let fits = self.heads > 0
@@ -312,7 +303,7 @@ impl Launcher<'_> {
         // Blocks stay, and go over pairs of rows: those with much and with little work.
         let pairs = longest.div_ceil(rows).div_ceil(2) * heads * documents;
         ensure(u32::try_from(pairs).is_ok(), || format!("{pairs} pieces of attention"))?;
-        let grid = (stride(pairs, self.kernels.multiprocessors()) as u32, 1, 1);
+        let grid = (pairs.clamp(1, self.kernels.multiprocessors()) as u32, 1, 1);
         let maps = WgmmaTiles::of(pass, plan).maps(plan, x)?;
         let args = WgmmaArgs { maps, base, blocks, documents: documents as u32 };
         self.launch(&name, Shape { grid, block, shared }, &args)
@@ -447,18 +438,4 @@ fn own_args(
         (Dtype::F32, _) => plan.lanes(&views),
     };
     Ok((args, step))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::stride;
-
-    #[test]
-    fn strides_are_odd_where_nobody_waits_for_it() {
-        assert_eq!(stride(1024, 132), 131);
-        assert_eq!(stride(128, 132), 128);
-        assert_eq!(stride(133, 132), 131);
-        assert_eq!(stride(264, 132), 132);
-        assert_eq!([stride(1, 132), stride(2, 132), stride(7, 4)], [1, 2, 4]);
-    }
 }
