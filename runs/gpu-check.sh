@@ -77,8 +77,10 @@ if [ "$part" != checks ]; then
     done
     if [ "$gpus" -ge 2 ]; then
         for tokens in 32768 65536; do
-            bench "kimi-k2.5 two GPUs $tokens" --shape kimi-k2.5 --layers 4 --of 8 --gpus 2 \
-                --tokens $tokens --seq-len 2048
+            for exchange in nccl copies; do
+                bench "kimi-k2.5 two GPUs $exchange $tokens" --shape kimi-k2.5 --layers 4 --of 8 \
+                    --gpus 2 --exchange $exchange --tokens $tokens --seq-len 2048
+            done
         done
     fi
 fi

@@ -48,12 +48,15 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
-// Matrix descriptor for the 128-byte swizzle: groups of eight 128-byte rows 1024 bytes apart,
-// blocks of 64 columns BLOCK bytes apart.
-template <int BLOCK = BLOCK_BYTES>
-__device__ __forceinline__ u64 descriptor(u32 address) {
-    u64 block = BLOCK >> 4, group = 1024 >> 4;
-    return (u64)(address >> 4 & 0x3fff) | block << 16 | group << 32 | (u64)1 << 62;
+// Matrix descriptors for the 128-byte swizzle: groups of eight 128-byte rows 1024 bytes apart,
+// blocks of 64 columns BLOCK bytes apart. The low word is made the same for all lanes in a way the
+// compiler sees, so that steps within a tile are additions to uniform registers.
+template <int BLOCK>
+__device__ __forceinline__ u32 low_word(u32 address) {
+    return __shfl_sync(FULL_WARP, (address >> 4 & 0x3fff) | BLOCK >> 4 << 16, 0);
+}
+__device__ __forceinline__ u64 descriptor(u32 low, int offset) {
+    return (u64)(1u << 30 | 1024 >> 4) << 32 | (low + (offset >> 4));
 }
 
 #define NAMES16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
@@ -125,6 +128,7 @@ struct Memory {
     __device__ u32 v_empty(u32 stage) const { return barriers() + 56 + 8 * stage; }
     __device__ u32 q_empty() const { return barriers() + 72; }
     __device__ u32 item() const { return barriers() + 80; }
+    __device__ u32 item_full() const { return barriers() + 112; }
 };
 
 // How many tiles and items went through a block's stages.
@@ -142,12 +146,13 @@ struct Item {
 };
 #define STOP NONE
 
-__device__ __forceinline__ void put_item(u32 to, const Item& item) {
+__device__ __forceinline__ void put_item(u32 to, u32 full, const Item& item) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(item.first),
                  "r"(item.end), "r"(item.k_start), "r"(item.head)
                  : "memory");
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to + 16), "r"(item.tiles), "r"(item.each)
                  : "memory");
+    barrier_arrive(full);
 }
 __device__ __forceinline__ Item take_item(u32 from) {
     Item item;
@@ -256,11 +261,12 @@ __device__ __forceinline__ void pack(u32 (&p)[8][4], const float (&s)[64]) {
 // d = a b^T: a [64, WIDTH] of tiles of A_ROWS rows, b [n, WIDTH] of tiles of B_ROWS rows.
 template <int WIDTH, int A_ROWS, int B_ROWS, int N>
 __device__ __forceinline__ void multiply_rows(float (&d)[N], u32 a, u32 b) {
+    u32 a_low = low_word<A_ROWS * 128>(a), b_low = low_word<B_ROWS * 128>(b);
 #pragma unroll
     for (int step = 0; step < WIDTH / 16; step++) {
-        u32 inside = step % 4 * 32, block = step / 4 * 128;
-        multiply_shared(d, descriptor(a + block * A_ROWS + inside),
-                        descriptor(b + block * B_ROWS + inside), step == 0);
+        int inside = step % 4 * 32, block = step / 4 * 128;
+        multiply_shared(d, descriptor(a_low, block * A_ROWS + inside),
+                        descriptor(b_low, block * B_ROWS + inside), step == 0);
     }
 }
 
@@ -269,15 +275,16 @@ template <int WIDTH, int B_ROWS, int STEPS>
 __device__ __forceinline__ void multiply_columns(float (&d)[WIDTH / 2], const u32 (&a)[STEPS][4],
                                                  u32 b) {
     constexpr int BLOCK = B_ROWS * 128;
+    u32 low = low_word<BLOCK>(b);
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
         if constexpr (WIDTH == 128) {
-            multiply_registers(d, a[step], descriptor<BLOCK>(b + step * 2048));
+            multiply_registers(d, a[step], descriptor(low, step * 2048));
         } else {
 #pragma unroll
             for (int part = 0; part < WIDTH / 64; part++)
                 multiply_registers(reinterpret_cast<float (&)[32]>(d[part * 32]), a[step],
-                                   descriptor<BLOCK>(b + part * BLOCK + step * 2048));
+                                   descriptor(low, part * BLOCK + step * 2048));
         }
     }
 }

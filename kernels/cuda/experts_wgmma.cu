@@ -1,8 +1,8 @@
 // Products of a layer's routed experts for Hopper (sm_90a): INT4 weights are decoded on the way
 // into the tensor cores and never lie in memory as bf16. A block computes 128 outputs of up to 256
 // rows, transposed: the weights are the left operand, in registers, the rows the right one, in
-// shared memory. One warp copies, two warpgroups decode and multiply 64 outputs each. Twins:
-// reference::experts. Empty for other architectures.
+// shared memory. Two threads copy, two warpgroups decode and multiply 64 outputs each. Twins:
+// experts. Empty for other architectures.
 //
 // Rows come in panels: [k / 64][rows][64], every 128 bytes swizzled as the tensor cores want them.
 // Codes and scales come in the order of the registers that they are decoded into.

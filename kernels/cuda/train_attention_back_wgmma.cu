@@ -34,17 +34,38 @@ struct KeysMemory {
         return base + RESIDENT + TILE * STAGES + COLUMNS * (3 * stage + of);
     }
     __device__ u32 item() const { return column(STAGES, 0); }
+    __device__ u32 item_full() const { return item() + 24; }
     __device__ u32 ready() const { return item() + 32; }
     __device__ u32 done() const { return item() + 40; }
     __device__ u32 full(u32 stage) const { return item() + 48 + 8 * stage; }
-    __device__ u32 empty(u32 stage) const { return full(STAGES) + 8 * stage; }
+    __device__ u32 words_full(u32 stage) const { return full(STAGES) + 8 * stage; }
+    __device__ u32 empty(u32 stage) const { return words_full(STAGES) + 8 * stage; }
 };
 
-// Copies four bytes, or writes zeros.
-__device__ __forceinline__ void copy_word(u32 to, u64 base, i64 at, bool real) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to),
-                 "l"(base + (real ? at * 4 : 0)), "r"(real ? 4 : 0)
-                 : "memory");
+// Log-sum-exps, deltas and ends of what they see of the queries of a tile, by a whole warp; a query
+// that is not there sees nothing.
+template <int QK, int V, int N>
+__device__ __forceinline__ void put_words(const TrainAttentionArgs& a, KeysMemory<QK, V, N> memory,
+                                          u32 stage, u32 head, u32 first, u32 end) {
+    u32 words[N / 32][3];
+#pragma unroll
+    for (int i = 0; i < N / 32; i++) {
+        u32 query = first + i * 32 + threadIdx.x;
+        i64 at = (i64)query * a.heads + head;
+        bool real = query < end;
+        words[i][0] = real ? reinterpret_cast<const u32*>(a.lse)[at] : 0;
+        words[i][1] = real ? reinterpret_cast<const u32*>(a.delta)[at] : 0;
+        words[i][2] = real ? reinterpret_cast<const u32*>(a.visible)[query] : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < N / 32; i++)
+#pragma unroll
+        for (int of = 0; of < 3; of++)
+            asm volatile("st.shared.u32 [%0], %1;" ::"r"(memory.column(stage, of) +
+                                                         (i * 32 + threadIdx.x) * 4),
+                         "r"(words[i][of])
+                         : "memory");
+    barrier_arrive(memory.words_full(stage));
 }
 
 // The first query of a document that sees `key`, by a whole warp.
@@ -77,7 +98,8 @@ __device__ __forceinline__ void produce_queries(const TrainAttentionArgs& a,
         // The first use of memory passes at once: the phase before the first counts as over.
         barrier_wait(memory.done(), items++ & 1 ^ 1);
         if (lane == 0) {
-            put_item(memory.item(), {first, segment.k_end, 0, walk.head, tiles, each});
+            put_item(memory.item(), memory.item_full(),
+                     {first, segment.k_end, 0, walk.head, tiles, each});
             barrier_expect(memory.ready(), memory.RESIDENT);
             copy_tile<QK, ROWS>(memory.k(), a.k_map, memory.ready(), walk.head, first);
             copy_tile<V, ROWS>(memory.v(), a.v_map, memory.ready(), walk.head, first);
@@ -91,16 +113,7 @@ __device__ __forceinline__ void produce_queries(const TrainAttentionArgs& a,
                 copy_tile<QK, N>(memory.q(stage), a.q_map, full, head, col);
                 copy_tile<V, N>(memory.out(stage), a.out_map, full, head, col);
             }
-#pragma unroll
-            for (u32 i = lane; i < N; i += 32) {
-                i64 query = col + i;
-                bool real = query < segment.q_end;
-                copy_word(memory.column(stage, 0) + i * 4, a.lse, query * a.heads + head, real);
-                copy_word(memory.column(stage, 1) + i * 4, a.delta, query * a.heads + head, real);
-                copy_word(memory.column(stage, 2) + i * 4, a.visible, query, real);
-            }
-            asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(full)
-                         : "memory");
+            put_words(a, memory, stage, head, col, segment.q_end);
             ring.advance();
             col += N;
             if (col >= segment.q_end) {
@@ -110,11 +123,7 @@ __device__ __forceinline__ void produce_queries(const TrainAttentionArgs& a,
         }
     }
     barrier_wait(memory.done(), items & 1 ^ 1);
-    if (lane == 0) {
-        put_item(memory.item(), {0, 0, 0, 0, STOP});
-        barrier_arrive(memory.ready());
-    }
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    if (lane == 0) put_item(memory.item(), memory.item_full(), {0, 0, 0, 0, STOP});
 }
 
 __device__ __forceinline__ float2 column_pair(u32 address) {
@@ -195,6 +204,7 @@ __device__ __forceinline__ void consume_queries(const TrainAttentionArgs& a, con
         products_commit();
         multiply_rows<V, ROWS, N>(d, v, out);
         products_commit();
+        barrier_wait(memory.words_full(stage), ring.parity);
         bool last = --left == 0;
         bool masked = last || warp_first + 16 > shared_word(memory.column(stage, 2));
         if (last) left = item.each;
@@ -230,11 +240,12 @@ __device__ __forceinline__ void descend_keys(const TrainAttentionArgs& a) {
     extern __shared__ u8 raw[];
     KeysMemory<QK, V, N> memory = {(shared_address(raw) + 1023) & ~1023u};
     if (threadIdx.x == 0) {
+        barrier_init(memory.item_full(), 1);
         barrier_init(memory.ready(), 1);
         barrier_init(memory.done(), CONSUMER_WARPS);
         for (u32 stage = 0; stage < memory.STAGES; stage++) {
-            // The copies' announcement, and each lane's words.
-            barrier_init(memory.full(stage), 1 + 32);
+            barrier_init(memory.full(stage), 1);
+            barrier_init(memory.words_full(stage), 32);
             barrier_init(memory.empty(stage), CONSUMER_WARPS);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -248,9 +259,10 @@ __device__ __forceinline__ void descend_keys(const TrainAttentionArgs& a) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
     Ring<KeysMemory<QK, V, N>::STAGES> ring = {0, 0};
     for (u32 items = 0;; items++) {
-        barrier_wait(memory.ready(), items & 1);
+        barrier_wait(memory.item_full(), items & 1);
         Item item = take_item(memory.item());
         if (item.tiles == STOP) return;
+        barrier_wait(memory.ready(), items & 1);
         consume_queries(a, item, memory, ring);
     }
 }
@@ -267,6 +279,7 @@ struct QueriesMemory {
     __device__ u32 k(u32 stage) const { return base + RESIDENT + K_BYTES * stage; }
     __device__ u32 v(u32 stage) const { return k(K_STAGES) + V_BYTES * stage; }
     __device__ u32 item() const { return v(V_STAGES); }
+    __device__ u32 item_full() const { return item() + 24; }
     __device__ u32 ready() const { return item() + 32; }
     __device__ u32 done() const { return item() + 40; }
     __device__ u32 k_full(u32 stage) const { return item() + 48 + 8 * stage; }
@@ -298,7 +311,8 @@ __device__ __forceinline__ void produce_keys(const TrainAttentionArgs& a,
         u32 tiles = (seen + N - 1) / N;
         // The first use of memory passes at once: the phase before the first counts as over.
         barrier_wait(memory.done(), items++ & 1 ^ 1);
-        put_item(memory.item(), {first, segment.q_end, segment.k_start, walk.head, tiles});
+        put_item(memory.item(), memory.item_full(),
+                 {first, segment.q_end, segment.k_start, walk.head, tiles});
         barrier_expect(memory.ready(), memory.RESIDENT);
         copy_tile<QK, ROWS>(memory.q(), a.q_map, memory.ready(), walk.head, first);
         copy_tile<V, ROWS>(memory.out(), a.out_map, memory.ready(), walk.head, first);
@@ -316,8 +330,7 @@ __device__ __forceinline__ void produce_keys(const TrainAttentionArgs& a,
         }
     }
     barrier_wait(memory.done(), items & 1 ^ 1);
-    put_item(memory.item(), {0, 0, 0, 0, STOP});
-    barrier_arrive(memory.ready());
+    put_item(memory.item(), memory.item_full(), {0, 0, 0, 0, STOP});
 }
 
 // Gradients of 64 queries, all 128 threads of a warpgroup.
@@ -387,6 +400,7 @@ __device__ __forceinline__ void descend_queries(const TrainAttentionArgs& a) {
     extern __shared__ u8 raw[];
     QueriesMemory<QK, V, N> memory = {(shared_address(raw) + 1023) & ~1023u};
     if (threadIdx.x == 0) {
+        barrier_init(memory.item_full(), 1);
         barrier_init(memory.ready(), 1);
         barrier_init(memory.done(), CONSUMER_WARPS);
         for (u32 stage = 0; stage < memory.K_STAGES; stage++) {
@@ -408,9 +422,10 @@ __device__ __forceinline__ void descend_queries(const TrainAttentionArgs& a) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
     QueriesRings<QK, V, N> rings = {{0, 0}, {0, 0}};
     for (u32 items = 0;; items++) {
-        barrier_wait(memory.ready(), items & 1);
+        barrier_wait(memory.item_full(), items & 1);
         Item item = take_item(memory.item());
         if (item.tiles == STOP) return;
+        barrier_wait(memory.ready(), items & 1);
         consume_keys(a, item, memory, rings);
     }
 }

@@ -19,49 +19,6 @@ struct Segment {
     u32 q_start, q_end, k_start, k_end;
 };
 
-__device__ __forceinline__ u32 shared_address(const void* p) {
-    return (u32)__cvta_generic_to_shared(p);
-}
-
-// Copies sixteen bytes, or writes zeros.
-__device__ __forceinline__ void copy_async(u32 to, const void* from, bool real) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-                 "r"(real ? 16 : 0));
-}
-__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-__device__ __forceinline__ void wait_all() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
-
-__device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address));
-}
-__device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address));
-}
-__device__ __forceinline__ void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-// Byte offset of sixteen-byte piece `piece` of row `row` in a tile of rows of WIDTH values. Pieces
-// are exchanged within groups of eight so that eight rows of one column lie in different banks.
-template <int WIDTH>
-__device__ __forceinline__ u32 place(u32 row, u32 piece) {
-    return (row * (WIDTH / 8) + (piece ^ (row & 7))) * 16;
-}
-
 // Starts to copy COUNT rows of one head, beginning with `first`; rows from `end` on become zeros.
 template <int WIDTH, int COUNT>
 __device__ __forceinline__ void copy_tile(u32 to, Heads x, u32 head, i64 first, i64 end) {
@@ -187,7 +144,7 @@ __device__ __forceinline__ void attend(const TrainAttentionArgs& a) {
     float most[2] = {-INFINITY_F, -INFINITY_F}, sum[2] = {0.0f, 0.0f};
     float scale = a.scale * LOG2E;
     for (i32 tile = 0; tile < tiles; tile++) {
-        wait_all();
+        wait<0>();
         __syncthreads();
         start(tile + 1);
         if (tile * TILE >= warp_most) continue;
@@ -235,7 +192,7 @@ __device__ __forceinline__ void attend(const TrainAttentionArgs& a) {
         pack_rows<TILE>(p, s);
         multiply_columns<V, TILE>(o, p, k_tile + K_BYTES, 0);
     }
-    wait_all();
+    wait<0>();
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         sum[half] += __shfl_xor_sync(FULL_WARP, sum[half], 1);
@@ -342,7 +299,7 @@ __device__ __forceinline__ void descend(const TrainAttentionArgs& a) {
     float second_sum[BY_KEYS ? V / 8 : 1][4] = {};
     float scale = a.scale * LOG2E;
     for (i32 t = 0; t < total; t++) {
-        wait_all();
+        wait<0>();
         __syncthreads();
         start(t + 1);
         u32 sx = stream + (t & 1) * (SX_BYTES + SY_BYTES), sy = sx + SX_BYTES;
@@ -390,7 +347,7 @@ __device__ __forceinline__ void descend(const TrainAttentionArgs& a) {
             multiply_columns<QK, CHUNK>(first_sum, ds, sx, chunk);
         }
     }
-    wait_all();
+    wait<0>();
     write_rows<QK>(a.d_first, row_head, warp_first, row_end, first_sum, a.scale, a.accumulate);
     if constexpr (BY_KEYS)
         write_rows<V>(a.d_second, row_head, warp_first, row_end, second_sum, 1.0f, a.accumulate);

@@ -34,7 +34,8 @@ __device__ __forceinline__ void produce(const TrainAttentionArgs& a, Memory<QK, 
         u32 tiles = (seen + ROWS - 1) / ROWS;
         // The first use of memory passes at once: the phase before the first counts as over.
         barrier_wait(memory.q_empty(), pace.items++ & 1 ^ 1);
-        put_item(memory.item(), {first, segment.q_end, segment.k_start, walk.head, tiles});
+        put_item(memory.item(), memory.item_full(),
+                 {first, segment.q_end, segment.k_start, walk.head, tiles});
         barrier_expect(memory.q_full(), memory.K_BYTES);
         copy_tile<QK, ROWS>(memory.q(), a.q_map, memory.q_full(), walk.head, first);
         for (u32 tile = 0; tile < tiles; tile++) {
@@ -50,8 +51,7 @@ __device__ __forceinline__ void produce(const TrainAttentionArgs& a, Memory<QK, 
         }
     }
     barrier_wait(memory.q_empty(), pace.items & 1 ^ 1);
-    put_item(memory.item(), {0, 0, 0, 0, STOP});
-    barrier_arrive(memory.q_full());
+    put_item(memory.item(), memory.item_full(), {0, 0, 0, 0, STOP});
 }
 
 template <int QK, int V>
@@ -59,6 +59,7 @@ __device__ __forceinline__ void attend(const TrainAttentionArgs& a) {
     extern __shared__ u8 raw[];
     Memory<QK, V> memory = {(shared_address(raw) + 1023) & ~1023u};
     if (threadIdx.x == 0) {
+        barrier_init(memory.item_full(), 1);
         barrier_init(memory.q_full(), 1);
         barrier_init(memory.q_empty(), CONSUMER_WARPS);
         for (u32 stage = 0; stage < 2; stage++) {
@@ -80,7 +81,7 @@ __device__ __forceinline__ void attend(const TrainAttentionArgs& a) {
     u32 group = threadIdx.x / 128 - 1;
     Pace pace = {};
     while (true) {
-        barrier_wait(memory.q_full(), pace.items & 1);
+        barrier_wait(memory.item_full(), pace.items & 1);
         Item item = take_item(memory.item());
         if (item.tiles == STOP) return;
         u32 row = item.first + group * 64 + threadIdx.x / 32 % 4 * 16;

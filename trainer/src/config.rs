@@ -202,7 +202,7 @@ pub enum ActivationPolicy {
     Auto,
     /// Everything that takes a product to make.
     Keep,
-    /// Gate and up of the MLP are made again: a ninth more products.
+    /// Gate and up of the MLP are made again: about a tenth more products.
     Recompute,
 }
 

@@ -64,31 +64,27 @@ pub fn products(
     let queries: usize = rows.need.iter().map(Vec::len).sum();
     let keys = rows.base.len() + rows.need.iter().skip(1).map(Vec::len).sum::<usize>();
     let Sizes { first, second, mixed } = Sizes::of(config);
-    // Rows times entries of the weight; inputs that are trained have a gradient too.
-    let cost = |name, entries: usize, trained_input: bool| {
+    // Rows times entries of the weight, and how many products as large the backward pass makes.
+    let cost = |name, entries: usize, backward: f64| {
         let forward = 2.0 * entries as f64;
-        ProductCost { name, forward, backward: forward * if trained_input { 2.0 } else { 1.0 } }
+        ProductCost { name, forward, backward: forward * backward }
     };
-    let mlp = 3 * width * config.intermediate_size;
+    let fc = if config.fc_norm { 2.0 } else { 1.0 };
+    let mlp = match activations {
+        Activations::Keep => 2.0,
+        Activations::Recompute => 2.0 + 2.0 / 3.0,
+    };
+    let inner = config.intermediate_size;
     let mut list = vec![
-        cost("fc", rows.base.len() * config.num_aux * width * width, config.fc_norm),
-        cost("tokens' half", (query_tokens * first[0] + key_tokens * first[1]) * width, true),
-        cost("states' half", (queries * first[0] + keys * first[1]) * width, true),
-        cost("latent heads", queries * second[0] + keys * second[1], true),
-        cost("attention output", queries * mixed * width, true),
-        cost("mlp", queries * mlp, true),
-        cost("draft head", queries * config.draft_vocab_size * width, true),
-        cost("teacher", states(tokens, rows) * config.vocab_size * width, false),
+        cost("fc", rows.base.len() * config.num_aux * width * width, fc),
+        cost("tokens' half", (query_tokens * first[0] + key_tokens * first[1]) * width, 2.0),
+        cost("states' half", (queries * first[0] + keys * first[1]) * width, 2.0),
+        cost("latent heads", queries * second[0] + keys * second[1], 2.0),
+        cost("attention output", queries * mixed * width, 2.0),
+        cost("mlp", queries * 3 * width * inner, mlp),
+        cost("draft head", queries * config.draft_vocab_size * width, 2.0),
+        cost("teacher", states(tokens, rows) * config.vocab_size * width, 0.0),
     ];
-    for product in &mut list {
-        match product.name {
-            "teacher" => product.backward = 0.0,
-            "mlp" if activations == Activations::Recompute => {
-                product.backward += product.forward * 2.0 / 3.0;
-            }
-            _ => {}
-        }
-    }
     list.retain(|product| product.forward > 0.0);
     list
 }

@@ -272,7 +272,14 @@ fn split<B: Backend>(x: Tensor<B, 2>, heads: usize) -> Tensor<B, 3> {
 /// The table made last, for as long as it serves: it takes the host longer to make than a step's
 /// plans.
 #[derive(Clone, Debug)]
-pub(crate) struct RotaryCache<B: Backend>(Arc<Mutex<Option<(Vec<f64>, usize, RotaryTable<B>)>>>);
+pub(crate) struct RotaryCache<B: Backend>(Arc<Mutex<Option<KnownTable<B>>>>);
+
+#[derive(Debug)]
+struct KnownTable<B: Backend> {
+    frequencies: Vec<f64>,
+    positions: usize,
+    table: RotaryTable<B>,
+}
 
 impl<B: Backend> RotaryCache<B> {
     pub(crate) fn new() -> Self {
@@ -289,13 +296,13 @@ impl<B: Backend> RotaryCache<B> {
         let frequencies = rotary_frequencies(config);
         let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         match &*kept {
-            Some((known, count, table)) if *known == frequencies && *count >= positions => {
-                table.clone()
+            Some(known) if known.frequencies == frequencies && known.positions >= positions => {
+                known.table.clone()
             }
             _ => {
-                let count = positions.next_multiple_of(1024);
-                let table = rotary_table(config, count, device);
-                *kept = Some((frequencies, count, table.clone()));
+                let positions = positions.next_multiple_of(1024);
+                let table = rotary_table(config, positions, device);
+                *kept = Some(KnownTable { frequencies, positions, table: table.clone() });
                 table
             }
         }

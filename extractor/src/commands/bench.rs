@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, ensure};
 use extractor::batch::TokenBatch;
 use extractor::target::{
-    Compute, Device, EngineOptions, FreeMemory, RankGroup, StageTimes, TargetModel, Wanted,
-    gemm_ceiling,
+    Compute, Device, EngineOptions, Exchange, FreeMemory, RankGroup, StageTimes, TargetModel,
+    Wanted, gemm_ceiling,
 };
 use shared::{LayerIndex, TokenSample};
 
@@ -43,6 +43,9 @@ pub(crate) struct BenchArgs {
     /// Where to compute: cpu or cuda.
     #[arg(long, value_enum, default_value_t)]
     device: Device,
+    /// How rows cross GPUs: nccl or copies.
+    #[arg(long, value_enum, default_value_t)]
+    exchange: Exchange,
     /// Number format of the products.
     #[arg(long, value_enum, default_value_t)]
     compute: Compute,
@@ -108,6 +111,7 @@ fn open(args: &BenchArgs) -> anyhow::Result<RankGroup> {
     let options = EngineOptions {
         device: args.device,
         compute: args.compute,
+        exchange: args.exchange,
         batch_tokens: args.tokens,
         tp,
         threads: args.threads,

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use extractor::cosine::{BELOW, CLEAR, Cosines, MEDIAN};
 use extractor::golden::{Golden, GoldenReport, LOGIT_NEAR_TIE, ROUTER_NEAR_TIE};
-use extractor::target::{Compute, Device, EngineOptions, QaNormEps, RankGroup};
+use extractor::target::{Compute, Device, EngineOptions, Exchange, QaNormEps, RankGroup};
 
 /// Arguments of `extractor check`.
 #[derive(Debug, clap::Args)]
@@ -22,6 +22,9 @@ pub(crate) struct CheckArgs {
     /// Where to compute: cpu or cuda.
     #[arg(long, default_value_t)]
     device: Device,
+    /// How rows cross GPUs: nccl or copies.
+    #[arg(long, value_enum, default_value_t)]
+    exchange: Exchange,
     /// Number format of the products: bf16 is compared by cosines, f32 by differences.
     #[arg(long, value_enum, default_value_t)]
     compute: Compute,
@@ -42,6 +45,7 @@ pub(crate) fn run(args: &CheckArgs, out: &mut dyn Write) -> anyhow::Result<bool>
     let mut target = RankGroup::open(&EngineOptions {
         device: args.device,
         compute: args.compute,
+        exchange: args.exchange,
         batch_tokens: golden.longest(args.together),
         tp: args.tp,
         qa_norm_eps: args.qa_norm_eps,

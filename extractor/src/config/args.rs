@@ -10,7 +10,7 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 
 use super::LayerChoice;
-use crate::target::{Compute, Device, QaNormEps};
+use crate::target::{Compute, Device, Exchange, QaNormEps};
 
 /// The configuration flags, to be flattened into a command's arguments.
 #[derive(Clone, Debug, Default)]
@@ -94,6 +94,9 @@ struct Flags {
     /// [target] Number of tensor-parallel ranks.
     #[arg(long, env = "AERIE_TP", value_name = "RANKS")]
     tp: Option<usize>,
+    /// [target] How rows cross GPUs.
+    #[arg(long, env = "AERIE_EXCHANGE")]
+    exchange: Option<Exchange>,
     /// [target] Epsilon of the norms inside latent attention.
     #[arg(long, env = "AERIE_QA_NORM_EPS", value_name = "EPS")]
     qa_norm_eps: Option<QaNormEps>,

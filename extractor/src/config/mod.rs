@@ -18,7 +18,7 @@ pub use resolve::{Origin, Resolved};
 
 use crate::encode::{EncodeOptions, Overlong};
 use crate::intake::IntakeOptions;
-use crate::target::{Compute, Device, EngineOptions, QaNormEps, TargetSpec};
+use crate::target::{Compute, Device, EngineOptions, Exchange, QaNormEps, TargetSpec};
 
 /// Everything that says what an extraction does.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -46,6 +46,8 @@ pub struct TargetConfig {
     pub compute: Compute,
     /// Number of tensor-parallel ranks.
     pub tp: usize,
+    /// How rows cross GPUs: nccl, or copies by the copy engines.
+    pub exchange: Exchange,
     /// Epsilon of the norms inside latent attention: `config` as vLLM, `hf` as Hugging Face.
     pub qa_norm_eps: QaNormEps,
     /// Which revision of the model this is, for the fingerprint.
@@ -107,6 +109,7 @@ impl Default for TargetConfig {
             device: Device::Cpu,
             compute: Compute::Auto,
             tp: 1,
+            exchange: Exchange::Nccl,
             qa_norm_eps: QaNormEps::Config,
             revision: String::new(),
         }
@@ -268,6 +271,7 @@ impl ExtractConfig {
             // A sample longer than the budget has a batch of its own.
             batch_tokens: self.run.batch_tokens.max(self.data.max_tokens),
             tp: self.target.tp,
+            exchange: self.target.exchange,
             qa_norm_eps: self.target.qa_norm_eps,
             states: self.capture.dtype,
             ..EngineOptions::new(self.model()?)

@@ -29,7 +29,7 @@ pub use self::error::{EXIT_DIED, TargetError};
 pub use self::group::{Probe, RankGroup};
 pub use self::model::{Stage, StageTimes, Wanted};
 pub use self::ops::RouterChoice;
-pub use self::options::{Compute, Device, EngineOptions};
+pub use self::options::{Compute, Device, EngineOptions, Exchange};
 pub use self::plan::{ExpertPlan, LayerFlops, RankPlan};
 pub use self::spec::{
     AttentionSpec, GqaSpec, MlaSpec, MoeSpec, QaNormEps, RopeScaling, RopeSpec, TargetSpec,

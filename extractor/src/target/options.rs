@@ -66,6 +66,18 @@ impl std::fmt::Display for Compute {
     }
 }
 
+/// How rows cross the GPUs of several ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Exchange {
+    /// NCCL's send and receive.
+    #[default]
+    Nccl,
+    /// The copy engines, which leave all multiprocessors to products; the GPUs must reach each
+    /// other's memory.
+    Copies,
+}
+
 /// Options of [`super::open`]. `qa_norm_eps` and `compute` change the states a little, so they
 /// belong to the fingerprint of a data set, as do `device` and `tp`.
 #[derive(Clone, Debug, PartialEq)]
@@ -80,6 +92,8 @@ pub struct EngineOptions {
     pub batch_tokens: usize,
     /// Ranks of tensor parallelism.
     pub tp: usize,
+    /// How rows cross the GPUs; the states are the same.
+    pub exchange: Exchange,
     /// Epsilon of the norms of the MLA latents.
     pub qa_norm_eps: QaNormEps,
     /// How routed experts are spread.
@@ -104,6 +118,7 @@ impl EngineOptions {
             compute: Compute::Auto,
             batch_tokens: 8192,
             tp: 1,
+            exchange: Exchange::default(),
             qa_norm_eps: QaNormEps::default(),
             experts: ExpertPlan::Auto,
             threads: None,

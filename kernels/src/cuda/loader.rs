@@ -53,7 +53,7 @@ pub const TRAIN_SOURCES: [(&str, &str); 10] = [
     ("train_loss.cu", include_str!("../../cuda/train_loss.cu")),
     ("train_attention_any.cu", include_str!("../../cuda/train_attention_any.cu")),
     ("train_attention_own.cu", include_str!("../../cuda/train_attention_own.cu")),
-    ("train_attention_mma.cu", include_str!("../../cuda/train_attention_mma.cu")),
+    ("train_attention_mma.cu", after!("mma.cuh", "train_attention_mma.cu")),
     (
         "train_attention_wgmma.cu",
         after!("hopper.cuh", "attention_hopper.cuh", "train_attention_wgmma.cu"),

@@ -23,6 +23,7 @@ use super::{
 
 type Node<B> = <Autodiff<B> as BackendTypes>::FloatTensorPrimitive;
 type Primitive<B> = <B as BackendTypes>::FloatTensorPrimitive;
+type Holder<B> = Box<dyn Fn(Primitive<B>) -> Node<B>>;
 
 fn node<B: Backend, C: CheckpointStrategy, const D: usize>(
     x: Tensor<Autodiff<B, C>, D>,
@@ -90,7 +91,7 @@ fn bare_plan<B: Backend, C: CheckpointStrategy>(
 struct Slot<B: Backend> {
     id: NodeId,
     /// A tensor in the graph at the parent's place.
-    holder: Box<dyn Fn(Primitive<B>) -> Node<B>>,
+    holder: Holder<B>,
 }
 
 /// Parents of an operation, and all gradients made so far.

@@ -1,5 +1,5 @@
-//! Routed experts of a layer in two launches, INT4 weights decoded inside. The host is told nothing:
-//! how many rows an expert has stays on the GPU.
+//! Routed experts of a layer in two launches, INT4 weights decoded inside. How many rows an expert
+//! has stays on the GPU.
 
 use kernels::cuda::{CudaError, DeviceBuffer, DeviceMatrix, DevicePanels, Dtype, ExpertWeights};
 

@@ -352,8 +352,10 @@ mod tests {
             let source = Source::Checkpoint(Checkpoint::open(&dir).unwrap());
             let plans = EngineOptions::new(&dir).plans(&spec).unwrap();
             let grouped = |decodes| {
-                let (plan, dtype) = (&plans[0], Dtype::Bf16);
-                let load = Load { spec: &spec, plan, source: &source, dtype, tokens: 64, decodes };
+                let (plan, source, spec) = (&plans[0], &source, &spec);
+                let (dtype, states) = (Dtype::Bf16, StateDtype::Bf16);
+                let (ranks, tokens) = (1, 64);
+                let load = Load { spec, plan, ranks, source, dtype, tokens, decodes, states };
                 expert_sizes(&load, spec.moe.as_ref().unwrap()).grouped
             };
             assert_eq!([grouped(true), grouped(false)], [fits, false], "{model}");

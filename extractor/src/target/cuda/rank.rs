@@ -18,7 +18,7 @@ use crate::target::CacheId;
 use crate::target::collective::{Collective, Solo};
 use crate::target::error::TargetError;
 use crate::target::model::{ForwardOutput, ForwardRequest, Model, Parts};
-use crate::target::options::{Compute, EngineOptions};
+use crate::target::options::{Compute, EngineOptions, Exchange};
 use crate::target::plan::RankPlan;
 use crate::target::ranks::{EndGroup, RankWorker, Ranks};
 use crate::target::source::Source;
@@ -118,7 +118,7 @@ pub(in crate::target) fn start(
 ) -> Result<(Ranks, Vec<u64>), TargetError> {
     let gpus = if ranks_share_gpus() { 1 } else { plans.len() };
     require_gpus(gpus)?;
-    let group = Group::new(plans.len())?;
+    let group = Group::new(plans.len(), options.exchange)?;
     let end: EndGroup = match group.clone() {
         Group::Alone => Arc::new(|_| {}),
         Group::Nccl(group) => Arc::new(move |reason| group.end(reason)),
@@ -139,12 +139,13 @@ enum Group {
 }
 
 impl Group {
-    fn new(ranks: usize) -> Result<Self, TargetError> {
-        let by_copies = std::env::var_os("AERIE_EXCHANGE").is_some_and(|way| way == "copies");
-        Ok(match ranks {
-            1 => Self::Alone,
-            _ if by_copies || ranks_share_gpus() => Self::Peers(PeerGroup::new(ranks)),
-            _ => Self::Nccl(NcclGroup::new(ranks)?),
+    fn new(ranks: usize, exchange: Exchange) -> Result<Self, TargetError> {
+        Ok(match exchange {
+            _ if ranks == 1 => Self::Alone,
+            Exchange::Copies => Self::Peers(PeerGroup::new(ranks)),
+            // NCCL wants a GPU for every rank.
+            Exchange::Nccl if ranks_share_gpus() => Self::Peers(PeerGroup::new(ranks)),
+            Exchange::Nccl => Self::Nccl(NcclGroup::new(ranks)?),
         })
     }
 
@@ -162,7 +163,8 @@ impl Group {
     }
 }
 
-/// All ranks compute on the first GPU: slow, but what several ranks do can be checked on one.
+/// All ranks compute on the first GPU (AERIE_RANKS_SHARE_GPU=1): slow, but what several ranks do
+/// can be checked where there is one.
 fn ranks_share_gpus() -> bool {
     std::env::var_os("AERIE_RANKS_SHARE_GPU").is_some_and(|value| value == "1")
 }

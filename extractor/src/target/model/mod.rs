@@ -17,7 +17,7 @@ use self::load::Loader;
 use self::mla::Mla;
 use self::mlp::Mlp;
 use self::moe::Moe;
-use self::reader::Reader;
+use self::reader::{Pending, Reader};
 pub(super) use self::step::StageClock;
 use self::step::{Half, Step};
 pub use self::step::{Stage, StageTimes};
@@ -251,20 +251,10 @@ impl<O: Ops> Model<O> {
         })?;
         step.each_half(|step| step.arrive(Stage::Rest))?;
         step.ops.lap(Stage::Rest)?;
-        let mut pending = Vec::new();
         let depth = self.spec.depth(reader.wanted);
-        for (index, layer) in self.layers.iter().enumerate().take(depth) {
-            let kv = cache.as_mut().and_then(|(_, cache)| cache.layers.get_mut(index));
-            step.each_half(|step| {
-                step.aside(|step| {
-                    step.settle(Some((&layer.input_norm, eps)))?;
-                    reader.layer(&mut pending, step, index)?;
-                    layer.attention.prepare(step)
-                })
-            })?;
-            let routing = layer.forward(&mut step, kv, eps)?;
-            reader.router(&mut output, step.ops, (index, routing.as_ref()))?;
-        }
+        let layers = &self.layers[..depth];
+        let kv = cache.as_mut().map(|(_, cache)| cache);
+        let mut pending = run_layers(layers, &mut step, (&reader, &mut output), kv, eps)?;
         let norm = (reader.wanted.normed || reader.wanted.logits).then_some(&self.final_norm);
         step.each_half(|step| {
             step.aside(|step| {
@@ -368,6 +358,31 @@ impl<O: Ops> Attention<O> {
             Self::Gqa(_) => step.gather_normed(),
         }
     }
+}
+
+/// Runs `layers` one after the other. Returns the captured outputs of all but the last, which is
+/// not settled yet.
+fn run_layers<O: Ops>(
+    layers: &[Layer<O>],
+    step: &mut Step<'_, O>,
+    (reader, output): (&Reader<'_>, &mut ForwardOutput),
+    mut cache: Option<&mut KvCache<O::Buffer>>,
+    eps: f32,
+) -> Result<Vec<Pending<O::Captured>>, TargetError> {
+    let mut pending = Vec::new();
+    for (index, layer) in layers.iter().enumerate() {
+        let kv = cache.as_mut().and_then(|cache| cache.layers.get_mut(index));
+        step.each_half(|step| {
+            step.aside(|step| {
+                step.settle(Some((&layer.input_norm, eps)))?;
+                reader.layer(&mut pending, step, index)?;
+                layer.attention.prepare(step)
+            })
+        })?;
+        let routing = layer.forward(step, kv, eps)?;
+        reader.router(output, step.ops, (index, routing.as_ref()))?;
+    }
+    Ok(pending)
 }
 
 /// Attention over this forward's keys and values, or over the cache with them appended.

@@ -27,15 +27,9 @@ use crate::draft::Param;
 fn project_part(x: T<2>, weight: T<2>, first: usize, sum: Option<T<2>>) -> T<2> {
     let (x, weight) = (in_rows(x), in_rows(weight));
     let ([rows, width], device) = (x.dims(), x.device());
-    let fresh = || empty([rows, weight.dims()[0]], (&device, x.dtype()));
     let accumulate = sum.is_some();
-    let (sum, out) = match sum {
-        Some(sum) => in_place(in_rows(sum)),
-        None => {
-            let out = fresh();
-            (out.clone(), out)
-        }
-    };
+    let sum = sum.map_or_else(|| empty([rows, weight.dims()[0]], (&device, x.dtype())), in_rows);
+    let (sum, out) = in_place(sum);
     let product = Product { accumulate, ..Product::LINEAR };
     let (onto, x) = ((matrix(&out), matrix(&sum)), matrix(&x));
     let part = matrix(&weight).columns(first..first + width);
