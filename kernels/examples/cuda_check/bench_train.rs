@@ -1,7 +1,7 @@
 //! Times of attention and loss of training at the sizes of a Kimi-K2.5 draft, part by part.
 
 use kernels::cuda::{
-    AttentionVariant, Comparison, DeviceBuffer, DeviceHeads, Dtype, OwnGradient, OwnStep,
+    AttentionVariant, Comparison, DeviceBuffer, DeviceHeads, Dtype, OwnGradient, OwnStep, RowLoss,
     RunningSoftmax, TeacherViews, TrainOperands, TrainPlan,
 };
 
@@ -194,6 +194,7 @@ impl Bench<'_> {
             outcomes,
             states: places.view,
             weights: weights.view,
+            loss: RowLoss::Cross,
         };
         let work = Work::Bytes(rows * draft * 10);
         self.launches("train compare [2048, 32000]", &work, |on| on.compare(&call, &views))
