@@ -112,8 +112,8 @@ impl Blas {
         self.matmul_onto((out, out), a, b, product)
     }
 
-    /// [`Self::matmul`] whose `accumulate` adds to `added` instead of `out`; `added` is as `out`, and
-    /// either `out` itself or elsewhere.
+    /// [`Self::matmul`] whose `accumulate` adds to `added` instead of `out`; `added` is as `out`,
+    /// and either `out` itself or elsewhere.
     pub fn matmul_onto(
         &mut self,
         (out, added): (&DeviceMatrix, &DeviceMatrix),
