@@ -1,6 +1,6 @@
 //! The fuzz targets without libFuzzer: every file of the corpus and random changes of it. Holds the
 //! targets to compiling as well, which needs no nightly compiler then.
-#![allow(clippy::unwrap_used, clippy::disallowed_methods)]
+#![allow(clippy::unwrap_used, clippy::disallowed_methods, clippy::print_stdout)]
 #![allow(unused_attributes, unused_imports, missing_docs)]
 
 use std::fs;

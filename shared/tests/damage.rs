@@ -169,8 +169,8 @@ fn a_manifest_of_the_version_before_is_read_and_brought_up_by_a_writer() {
     let spec = two_shards(dir.path());
     tamper(
         dir.path(),
-        "DROP TABLE storage_error; DROP TABLE failure; ALTER TABLE shard DROP COLUMN rebuilt; PRAGMA user_version = 1; \
-         DELETE FROM _sqlx_migrations WHERE version > 1",
+        "DROP TABLE storage_error; DROP TABLE failure; ALTER TABLE shard DROP COLUMN rebuilt; \
+         PRAGMA user_version = 1; DELETE FROM _sqlx_migrations WHERE version > 1",
     );
     let manifest = Manifest::open_read(dir.path()).unwrap();
     assert_eq!((manifest.samples().unwrap().len(), manifest.failures().unwrap().len()), (5, 0));

@@ -32,11 +32,12 @@ pub(crate) fn turned(
     exact: &[(String, Vec<f32>)],
     rounded: &[(String, Vec<f32>)],
 ) -> Vec<Difference> {
-    let compare = |((name, a), (_, b)): (&(String, Vec<f32>), &(String, Vec<f32>))| Difference {
+    let pairs = exact.iter().zip(rounded);
+    let compared = pairs.map(|((name, a), (_, b))| Difference {
         name: format!("1 - cosine of grad.{name}"),
         value: 1.0 - cosine(a, b),
-    };
-    exact.iter().zip(rounded).map(compare).collect()
+    });
+    compared.collect()
 }
 
 /// Repeatable, roughly normal values that bf16 holds.

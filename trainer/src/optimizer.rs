@@ -12,6 +12,9 @@ use crate::ops::{AdamWState, AdamWStep, DraftOps};
 /// A gradient or a moment for every parameter, in the order of [`Eagle3Draft::parameters`].
 pub type Named<B> = Vec<(String, Param<B>)>;
 
+/// The same with `None` for what is frozen.
+type NamedTrained<B> = Vec<(String, Option<Param<B>>)>;
+
 /// Constants of the update.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AdamWConfig {
@@ -251,7 +254,7 @@ impl<B: DraftOps + ExchangeOps> AdamW<B> {
         &self,
         gradients: Named<B>,
         shards: &Shards<B>,
-    ) -> Result<Vec<(String, Option<Param<B>>)>, ExchangeError> {
+    ) -> Result<NamedTrained<B>, ExchangeError> {
         let one = |(name, gradient): (String, Param<B>)| {
             let sum = match self.frozen == Some(name.as_str()) {
                 true => None,

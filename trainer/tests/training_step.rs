@@ -86,8 +86,8 @@ fn whole(case: &GoldenCase, options: &TttOptions) -> (f32, TttMetrics, Gradients
     step(case, &case.batch(&Default::default()).unwrap(), options)
 }
 
-/// Twice how far gradients may be from those in f64, as both sides are rounded: the goldens see up to
-/// 1.7e-5 of the largest entry.
+/// Twice how far gradients may be from those in f64, as both sides are rounded: the goldens see up
+/// to 1.7e-5 of the largest entry.
 const ROUNDING: f32 = 4e-5;
 
 #[track_caller]

@@ -29,8 +29,7 @@ pub(crate) struct CheckArgs {
     /// parameters.
     #[arg(long)]
     cosines: bool,
-    /// Compare sums and copies across the processes of torchrun's environment with what they have to
-    /// be.
+    /// Compare sums and copies across the processes of torchrun's environment with the right ones.
     #[arg(long)]
     exchange: bool,
     /// Compute every row at every step instead of those the loss can see.

@@ -1,5 +1,5 @@
-//! The MLP of the draft as one operation, made of a device's simpler ones, so that its backward pass
-//! decides what is kept and adds in place. Knows no graph and no device.
+//! The MLP of the draft as one operation, made of a device's simpler ones, so that its backward
+//! pass decides what is kept and adds in place. Knows no graph and no device.
 
 use burn::tensor::Tensor;
 

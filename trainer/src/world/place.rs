@@ -39,7 +39,7 @@ impl Place {
         let number = |name: &'static str, below: usize| -> Result<usize, WorldError> {
             let value = get(name).unwrap_or_default();
             let parsed = value.trim().parse().ok().filter(|&number| number < below);
-            parsed.ok_or_else(|| WorldError::Value { name, value, below })
+            parsed.ok_or(WorldError::Value { name, value, below })
         };
         if missing == [ADDRESS, PORT] && number(SIZE, usize::MAX)? == 1 {
             return Ok(None);
