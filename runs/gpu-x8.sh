@@ -5,7 +5,8 @@
 #   runs/gpu-x8.sh FOLDER
 #
 # FOLDER holds the binaries `extractor` and `trainer` (cargo build --release), and if the end of a run
-# with a failing rank is to be seen the test binary `cuda_faults`. Runs with as many ranks as there
+# with a failing rank is to be seen the extractor's tests as `extractor_tests`
+# (cargo test --release -p extractor --lib --no-run). Runs with as many ranks as there
 # are GPUs. $AERIE_MODELS may name a folder with nano-kimi-bf16, nano-kimi-fp8, nano-kimi-nvfp4 and
 # golden/nano_kimi_{bf16,fp8,nvfp4}.safetensors. Logs go to $AERIE_LOGS, or to a new folder under /tmp.
 # Exit code: 0 if everything passed.
@@ -60,7 +61,8 @@ done >"$logs/prompts.jsonl"
 step "extract 2000" 120 'samples' "$bin/extractor" run --config configs/nano-kimi.toml --device cuda \
     --tp "$gpus" --prompts "$logs/prompts.jsonl" --batch-tokens 32768 --dataset "$dataset"
 step "audit 2000" 60 . "$bin/extractor" audit "$dataset"
-[ -x "$bin/cuda_faults" ] && step "a rank fails" 90 'test result' "$bin/cuda_faults" --ignored
+[ -x "$bin/extractor_tests" ] && step "a rank fails" 90 'test result' "$bin/extractor_tests" \
+    --ignored --exact pipeline::tests::on_a_gpu_too_a_rank_that_dies_ends_the_run_with_75
 
 if [ -x "$bin/trainer" ]; then
     export -f every_rank
