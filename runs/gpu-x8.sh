@@ -7,7 +7,7 @@
 # FOLDER holds the binaries `extractor` and `trainer` (cargo build --release), and if the end of a run
 # with a failing rank is to be seen the extractor's tests as `extractor_tests`
 # (cargo test --release -p extractor --lib --no-run). Runs with as many ranks as there
-# are GPUs. $AERIE_MODELS may name a folder with nano-kimi-bf16, nano-kimi-fp8, nano-kimi-nvfp4 and
+# are GPUs. $AERIE_FORMATS may name a folder with nano-kimi-bf16, nano-kimi-fp8, nano-kimi-nvfp4 and
 # golden/nano_kimi_{bf16,fp8,nvfp4}.safetensors. Logs go to $AERIE_LOGS, or to a new folder under /tmp.
 # Exit code: 0 if everything passed.
 set -uo pipefail
@@ -16,7 +16,7 @@ bin=$(cd "${1:?a folder with the binaries}" && pwd) || exit 78
 cd "$(dirname "$0")/.." || exit 70
 logs=${AERIE_LOGS:-$(mktemp -d /tmp/aerie-gpu-x8.XXXXXX)}
 . runs/steps.sh
-models=${AERIE_MODELS:-}
+models=${AERIE_FORMATS:-}
 
 # every_rank COMMAND...: the command once a GPU, as torchrun starts it; the first rank's output.
 every_rank() {

@@ -25,8 +25,8 @@ macro_rules! after {
             include_str!(concat!("../../cuda/", $file))
         )
     };
-    ($first:literal, $second:literal, $file:literal) => {
-        concat!(include_str!(concat!("../../cuda/", $first)), after!($second, $file))
+    ($first:literal, $($rest:literal),+) => {
+        concat!(include_str!(concat!("../../cuda/", $first)), after!($($rest),+))
     };
 }
 
@@ -56,11 +56,21 @@ pub const TRAIN_SOURCES: [(&str, &str); 10] = [
     ("train_attention_mma.cu", after!("mma.cuh", "train_attention_mma.cu")),
     (
         "train_attention_wgmma.cu",
-        after!("hopper.cuh", "attention_hopper.cuh", "train_attention_wgmma.cu"),
+        after!(
+            "hopper.cuh",
+            "attention_hopper.cuh",
+            "train_attention_hopper.cuh",
+            "train_attention_wgmma.cu"
+        ),
     ),
     (
         "train_attention_back_wgmma.cu",
-        after!("hopper.cuh", "attention_hopper.cuh", "train_attention_back_wgmma.cu"),
+        after!(
+            "hopper.cuh",
+            "attention_hopper.cuh",
+            "train_attention_hopper.cuh",
+            "train_attention_back_wgmma.cu"
+        ),
     ),
 ];
 
