@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use aerie_tests::interrupt::Watched;
-use aerie_tests::{Finished, command, extractor, small};
+use aerie_tests::{Finished, command, extractor, extractor_within, small};
 
 /// A small file system that is unmounted in the end.
 struct Tmpfs(PathBuf);
@@ -183,21 +183,7 @@ fn a_read_only_disk_is_named_and_its_data_set_can_still_be_read() {
 
 /// The kernel's limit on the size of one file, in units of 512 bytes, as an error and no signal.
 fn with_file_limit(dir: &Path, blocks: u64) -> Finished {
-    let run = command("extractor", dir, &small::run_args("ds"));
-    let mut words = vec![run.get_program().to_string_lossy().into_owned()];
-    words.extend(run.get_args().map(|arg| arg.to_string_lossy().into_owned()));
-    let script = format!("trap '' XFSZ; ulimit -f {blocks}; exec \"$@\"");
-    let output = Command::new("sh")
-        .args(["-c", &script, "sh"])
-        .args(words)
-        .current_dir(dir)
-        .output()
-        .unwrap();
-    Finished {
-        code: output.status.code().unwrap_or(-1),
-        stdout: String::from_utf8_lossy(&output.stdout).into_owned(),
-        stderr: String::from_utf8_lossy(&output.stderr).into_owned(),
-    }
+    extractor_within(&format!("trap '' XFSZ; ulimit -f {blocks}"), dir, &small::run_args("ds"))
 }
 
 #[test]

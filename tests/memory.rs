@@ -4,27 +4,11 @@
 #![allow(clippy::unwrap_used, reason = "a failed test may panic")]
 
 use std::path::Path;
-use std::process::Command;
 
-use aerie_tests::{Finished, command, small};
+use aerie_tests::{Finished, extractor_within, small};
 
 fn with_address_space(dir: &Path, mib: u64) -> Finished {
-    let run = command("extractor", dir, &small::run_args("ds"));
-    let mut words = vec![run.get_program().to_string_lossy().into_owned()];
-    words.extend(run.get_args().map(|arg| arg.to_string_lossy().into_owned()));
-    let script = format!("ulimit -v {}; exec \"$@\"", mib << 10);
-    let output = Command::new("sh")
-        .args(["-c", &script, "sh"])
-        .args(words)
-        .env("RUST_BACKTRACE", "0")
-        .current_dir(dir)
-        .output()
-        .unwrap();
-    Finished {
-        code: output.status.code().unwrap_or(-1),
-        stdout: String::from_utf8_lossy(&output.stdout).into_owned(),
-        stderr: String::from_utf8_lossy(&output.stderr).into_owned(),
-    }
+    extractor_within(&format!("ulimit -v {}", mib << 10), dir, &small::run_args("ds"))
 }
 
 #[test]

@@ -82,7 +82,19 @@ pub fn command<S: AsRef<OsStr>>(binary: &str, dir: &Path, args: &[S]) -> Command
 }
 
 fn run<S: AsRef<OsStr>>(binary: &str, dir: &Path, args: &[S]) -> Finished {
-    match command(binary, dir, args).output() {
+    finish(&mut command(binary, dir, args))
+}
+
+/// The same after `limits`, lines of a shell such as `ulimit -f 8`.
+pub fn extractor_within<S: AsRef<OsStr>>(limits: &str, dir: &Path, args: &[S]) -> Finished {
+    let mut shell = Command::new("sh");
+    shell.args(["-c", &format!("{limits}; exec \"$@\""), "sh"]).arg(bin_dir().join("extractor"));
+    shell.args(args).current_dir(dir).env_remove("RUST_LOG").env("RUST_BACKTRACE", "0");
+    finish(&mut shell)
+}
+
+fn finish(command: &mut Command) -> Finished {
+    match command.output() {
         Ok(Output { status, stdout, stderr }) => Finished {
             code: status.code().unwrap_or(-1),
             stdout: String::from_utf8_lossy(&stdout).into_owned(),
