@@ -32,7 +32,12 @@ export LD_LIBRARY_PATH=$path${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 if [ -z "${CUDA_PATH:-}" ] && [ ! -d /usr/local/cuda/include ] && [ -d "$site/nvidia/cu13/include" ]; then
     export CUDA_PATH=$site/nvidia/cu13
 fi
-gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+# nvidia-smi lists GPUs that this process may be kept from.
+if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
+    gpus=$(tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | wc -l)
+else
+    gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+fi
 echo "GPUs: $gpus; libraries: $(cd "$links" && for l in *; do readlink "$l"; done | tr '\n' ' ')"
 
 table=$logs/table.txt

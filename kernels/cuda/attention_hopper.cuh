@@ -154,17 +154,22 @@ __device__ __forceinline__ void put_item(u32 to, u32 full, const Item& item) {
                  : "memory");
     barrier_arrive(full);
 }
+// For a whole warp: the lane that reads is the one that tells the copying warp so (`release`).
 __device__ __forceinline__ Item take_item(u32 from) {
-    Item item;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(item.first), "=r"(item.end), "=r"(item.k_start), "=r"(item.head)
-                 : "r"(from)
-                 : "memory");
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-                 : "=r"(item.tiles), "=r"(item.each)
-                 : "r"(from + 16)
-                 : "memory");
-    return item;
+    Item item = {};
+    if (threadIdx.x % 32 == 0) {
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(item.first), "=r"(item.end), "=r"(item.k_start), "=r"(item.head)
+                     : "r"(from)
+                     : "memory");
+        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                     : "=r"(item.tiles), "=r"(item.each)
+                     : "r"(from + 16)
+                     : "memory");
+    }
+    auto lead = [](u32 word) { return __shfl_sync(FULL_WARP, word, 0); };
+    return {lead(item.first), lead(item.end),   lead(item.k_start),
+            lead(item.head),  lead(item.tiles), lead(item.each)};
 }
 
 // Goes over a block's share of all (document, head, rows), two at a time: as much as the one

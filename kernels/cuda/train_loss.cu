@@ -180,14 +180,12 @@ __device__ __forceinline__ void compare(const CompareArgs& a) {
     expected = block_sum(expected);
     float lse = peak.best.value + logf(peak.total), overlap = 0.0f, share = 0.0f, along = 1.0f;
     if (a.loss) entropy = block_sum(entropy);
+    const float* draft = a.keep ? kept : z;
     if (a.loss == 2) {
         // The gradient needs the overlap, and what the draft gives to tokens it gives too little.
         for (u32 c = threadIdx.x * V; c < a.cols; c += blockDim.x * V) {
             float x[V], y[V];
-            if (a.keep)
-                load(x, kept + c);
-            else
-                load(x, z + c);
+            load(x, draft + c);
             load(y, t + c);
 #pragma unroll
             for (int i = 0; i < V; i++) {
@@ -203,10 +201,7 @@ __device__ __forceinline__ void compare(const CompareArgs& a) {
     float sum = 0.0f;
     for (u32 c = threadIdx.x * V; c < a.cols; c += blockDim.x * V) {
         float x[V], y[V];
-        if (a.keep)
-            load(x, kept + c);
-        else
-            load(x, z + c);
+        load(x, draft + c);
         load(y, t + c);
 #pragma unroll
         for (int i = 0; i < V; i++) {

@@ -8,7 +8,7 @@ use shared::{LayerIndex, Verify, audit};
 use super::*;
 use crate::config::LayerChoice;
 use crate::target::fault::{Fault, Kind, Spoil, When};
-use crate::target::{self, EngineOptions, RankGroup, TargetError, TargetModel};
+use crate::target::{self, Compute, EngineOptions, RankGroup, TargetError, TargetModel};
 
 /// Tokens of every line's sample, in order. Two lines make a batch.
 const LENGTHS: [usize; 8] = [20, 21, 22, 23, 24, 25, 26, 27];
@@ -252,6 +252,7 @@ fn on_a_gpu_a_batch_that_can_never_fit_is_refused_at_the_start() {
     let mut config = config_on_gpu(dir.path());
     config.run.batch_tokens = 1 << 24;
     config.data.max_tokens = 1 << 24;
+    config.target.compute = Compute::F32;
     let error = run_config(&config, &[]).unwrap_err();
     println!("{error}");
     assert_eq!(error.exit_code(), 69);

@@ -9,7 +9,8 @@ use super::error::TargetError;
 
 /// The collective operations of one rank, over device buffers `B`. All ranks call the same ones in
 /// the same order, with equal numbers of rows. Of any rows, each rank owns the [`share`] that has
-/// its number.
+/// its number. What a rank has given may be written over by whatever the device is given after the
+/// call.
 pub(super) trait Collective<B>: Send {
     /// Ranks in the group.
     fn world_size(&self) -> usize;

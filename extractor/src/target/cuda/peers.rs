@@ -34,7 +34,7 @@ struct Board {
     ended: Option<String>,
 }
 
-/// Where a rank's rows lie in exchange `number`, and what says that they are there.
+/// Where a rank's rows lie at meeting `number`, and what says that they are there.
 #[derive(Clone, Default)]
 struct Post {
     number: u64,
@@ -49,7 +49,7 @@ pub(super) struct PeerRank {
     stream: Arc<CudaStream>,
     /// Recorded in turn.
     ready: [Arc<CudaEvent>; POSTS],
-    /// Exchanges so far.
+    /// Meetings so far, two an exchange.
     number: u64,
     deadline: Instant,
 }
@@ -156,6 +156,12 @@ impl PeerRank {
         Ok(posts.into_iter().map(|post| post.addresses).collect())
     }
 
+    /// Lets the stream wait until the others have taken this rank's rows: they may be written over
+    /// after that, and often are at once (keys are rotated in place).
+    fn part(&mut self) -> Result<(), TargetError> {
+        self.meet(Vec::new()).map(drop)
+    }
+
     /// The other ranks, each rank's next one first, so that no GPU is asked by all at once.
     fn others(&self) -> impl Iterator<Item = usize> + use<> {
         let (rank, ranks) = (self.rank, self.group.world_size);
@@ -199,7 +205,7 @@ impl Collective<CudaBuffer> for PeerRank {
             let source = places[peer].first().copied().unwrap_or(0);
             self.copy(target, (source, own.clone()), size)?;
         }
-        Ok(())
+        self.part()
     }
 
     fn gather(
@@ -229,7 +235,7 @@ impl Collective<CudaBuffer> for PeerRank {
                 self.copy(target, (source, 0..theirs.len()), size)?;
             }
         }
-        Ok(())
+        self.part()
     }
 
     fn set_deadline(&mut self, deadline: Instant) {
@@ -239,7 +245,42 @@ impl Collective<CudaBuffer> for PeerRank {
 
 #[cfg(test)]
 mod tests {
+    use kernels::cuda::{DeviceBuffer, DeviceVector, Dtype, context, download, upload};
+
     use super::*;
+
+    /// The second rank gives a row and changes its end at once, long before a copy gets there.
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn what_was_given_may_be_written_over() {
+        const WIDTH: usize = 1 << 26;
+        const END: usize = 1 << 16;
+        let group = PeerGroup::new(2);
+        let gathered = |rank: usize| {
+            let context = context(0).unwrap();
+            context.bind_to_thread().unwrap();
+            let stream = context.new_stream().unwrap();
+            let mut peer = group.connect(rank, Arc::clone(&stream)).unwrap();
+            let mut all = CudaBuffer::new(&context, Dtype::F32, Some(WIDTH)).unwrap();
+            all.set_len(WIDTH).unwrap();
+            upload(&stream, all.address(), &vec![rank as f32; WIDTH]).unwrap();
+            let other = DeviceBuffer::from_slice(&stream, &vec![7f32; END]).unwrap();
+            let table = Table { own: None, all: &mut all, first: 0, width: WIDTH };
+            peer.gather(&mut [table], 1).unwrap();
+            if rank == 1 {
+                let end = all.address() + 4 * (WIDTH - END) as u64;
+                copy_on_device(&stream, end, other.address(), 4 * END).unwrap();
+            }
+            stream.synchronize().unwrap();
+            download(&stream, DeviceVector::<f32>::new(all.address(), WIDTH)).unwrap()
+        };
+        std::thread::scope(|scope| {
+            let giver = scope.spawn(|| gathered(1));
+            let taken = gathered(0);
+            assert_eq!(taken.iter().position(|&value| value != 1.0), None);
+            giver.join().unwrap();
+        });
+    }
 
     #[test]
     fn a_missing_rank_ends_the_wait_at_the_deadline_and_the_first_reason_stays() {

@@ -200,7 +200,9 @@ fn start_ranks(
         let decodes = dtype == Dtype::Bf16 && device.launch().has_expert_products();
         let context = Arc::clone(&device.context);
         let (spec, source, ranks) = (&spec, &source, plans.len());
-        let load = Load { spec, plan: &plan, ranks, source, dtype, tokens, decodes, states };
+        let nccl = matches!(group, Group::Nccl(_));
+        let held = &plan;
+        let load = Load { spec, plan: held, ranks, nccl, source, dtype, tokens, decodes, states };
         let explained = |error| super::memory::explained(error, &context, &load);
         let total = MemoryPlan::new(&load).total();
         planned.lock().unwrap_or_else(PoisonError::into_inner)[rank] = total;
