@@ -20,13 +20,31 @@ cd "$(dirname "$0")/.." || exit 70
 logs=${AERIE_LOGS:-$(mktemp -d /tmp/aerie-gpu-check.XXXXXX)}
 . runs/steps.sh
 
-# check MODEL GOLDEN COMPUTE TP [MORE...]
+# check MODEL GOLDEN COMPUTE TP EXCHANGE [MORE...]
 check() {
-    local model=$1 golden=$2 compute=$3 tp=$4 name
-    shift 4
+    local model=$1 golden=$2 compute=$3 tp=$4 exchange=$5 name
+    shift 5
     name=$(basename "$golden" .safetensors)
-    step "$name $compute tp$tp${*:+ ${*#--}}" 180 '^worst' "$bin/extractor" check --device cuda \
-        --model "$model" --golden "$golden" --compute "$compute" --tp "$tp" "$@"
+    step "$name $compute tp$tp $exchange${*:+ ${*#--}}" 180 '^worst' "$bin/extractor" check \
+        --device cuda --model "$model" --golden "$golden" --compute "$compute" --tp "$tp" \
+        --exchange "$exchange" "$@"
+}
+# Everything for a number of ranks and a way between them.
+check_all() {
+    local tp=$1 exchange=$2 compute batches model format
+    for compute in f32 bf16; do
+        # A batch of many equals batches of one: both equal the goldens.
+        for batches in "" --together; do
+            check models/nano-kimi $golden/nano_kimi_int4.safetensors $compute $tp $exchange $batches
+            check tests/fixtures/tiny-odd $golden/tiny_odd.safetensors $compute $tp $exchange $batches
+            check tests/fixtures/stories260k $golden/stories260k.safetensors $compute $tp $exchange \
+                $batches
+        done
+        for model in ${AERIE_FORMATS:+"$AERIE_FORMATS"/nano-kimi-*}; do
+            format=${model##*-}
+            check "$model" "$AERIE_FORMATS/golden/nano_kimi_$format.safetensors" $compute $tp $exchange
+        done
+    done
 }
 
 if [ "$part" != benches ]; then
@@ -35,23 +53,11 @@ if [ "$part" != benches ]; then
     [ -x "$bin/extractor_tests" ] && step "faults and fp8" 200 '^test result' \
         "$bin/extractor_tests" --ignored --test-threads 1 --nocapture
     golden=tests/fixtures/golden
-    for tp in 1 2; do
-        # On one GPU, two ranks share it and rows cross by copies.
-        export AERIE_RANKS_SHARE_GPU=$((gpus < tp))
-        for compute in f32 bf16; do
-            # A batch of many equals batches of one: both equal the goldens.
-            for batches in "" --together; do
-                check models/nano-kimi $golden/nano_kimi_int4.safetensors $compute $tp $batches
-                check tests/fixtures/tiny-odd $golden/tiny_odd.safetensors $compute $tp $batches
-                check tests/fixtures/stories260k $golden/stories260k.safetensors $compute $tp \
-                    $batches
-            done
-            for model in ${AERIE_FORMATS:+"$AERIE_FORMATS"/nano-kimi-*}; do
-                format=${model##*-}
-                check "$model" "$AERIE_FORMATS/golden/nano_kimi_$format.safetensors" $compute $tp
-            done
-        done
-    done
+    check_all 1 nccl
+    [ "$gpus" -ge 2 ] && check_all 2 nccl
+    # On one GPU, two ranks share it.
+    export AERIE_RANKS_SHARE_GPU=$((gpus < 2))
+    check_all 2 copies
     export AERIE_RANKS_SHARE_GPU=0
     if [ -n "${AERIE_PROMPTS:-}" ]; then
         states=$(mktemp -d)

@@ -42,9 +42,6 @@ if [ "$part" != benches ]; then
         step "fit cuda bf16" 300 'acceptance length' "$bin/trainer" fit "${fit[@]}" --device cuda \
             --run-dir "$logs/run-bf16"
     fi
-    if command -v compute-sanitizer >/dev/null && [ -n "${AERIE_SANITIZE:-}" ]; then
-        step "sanitizer" 600 'ERROR SUMMARY' compute-sanitizer "$bin/trainer" check --ops --device cuda
-    fi
 fi
 
 if [ "$part" != checks ]; then

@@ -48,10 +48,13 @@ for format in bf16 fp8 nvfp4; do
 done
 
 for tokens in 32768 65536; do
-    name="kimi-k2.5 $gpus GPUs $tokens"
-    step "$name" 150 '^layers|^node' "$bin/extractor" bench --device cuda --shape kimi-k2.5 \
-        --layers 6 --of "$gpus" --gpus "$gpus" --tokens $tokens --seq-len 2048
-    cat "$logs/${name// /-}.log"
+    for exchange in nccl copies; do
+        name="kimi-k2.5 $gpus GPUs $exchange $tokens"
+        step "$name" 120 '^layers|^node' "$bin/extractor" bench --device cuda --shape kimi-k2.5 \
+            --layers 6 --of "$gpus" --gpus "$gpus" --tokens $tokens --seq-len 2048 \
+            --exchange $exchange
+        cat "$logs/${name// /-}.log"
+    done
 done
 
 dataset=$logs/dataset
