@@ -58,8 +58,9 @@ for tokens in 32768 65536; do
 done
 
 dataset=$logs/dataset
+# Equal conversations would be taken once: each copy gets a number.
 for copy in 1 2 3 4 5; do
-    sed "s/^{\"id\": *\"/&$copy-/" data/prompts.jsonl
+    sed "s/\"content\": \"/&$copy. /" data/prompts.jsonl
 done >"$logs/prompts.jsonl"
 step "extract 2000" 120 'samples' "$bin/extractor" run --config configs/nano-kimi.toml --device cuda \
     --tp "$gpus" --prompts "$logs/prompts.jsonl" --batch-tokens 32768 --dataset "$dataset"

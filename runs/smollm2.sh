@@ -14,10 +14,11 @@
 # WORK           a folder for data sets and runs: about 20 GB
 # SEEDS          how many seeds each variant is trained with; 2 by default
 #
-# From the environment: DEVICE (cuda), EPOCHS (3.6), VARIANTS (names below; all), JOBS (drafts trained at
-# a time, which lowers the tokens/s of each; 1), FIT (more flags of `trainer fit` for all variants), LIMIT
-# (lines of CONVERSATIONS; all), LIVE (prompts decoded live with the best draft; 5). What is there already
-# is not done again. Everything runs without a network. Exit code: 0 if every step passed.
+# From the environment: DEVICE (cuda), EPOCHS (3.6), VARIANTS (names below; all), GPUS (that drafts are
+# trained on in turn; 1), JOBS (drafts trained at a time, which lowers the tokens/s of each on a shared GPU; 1),
+# FIT (more flags of `trainer fit` for all variants), LIMIT (lines of CONVERSATIONS; all), LIVE (prompts of each
+# set decoded live with the best draft; 20). What is there already is not done again. Everything runs without a
+# network. Exit code: 0 if every step passed.
 set -euo pipefail
 
 [ $# -ge 5 ] || { sed -n '5,23p' "$0"; exit 2; }
@@ -29,7 +30,7 @@ device=${DEVICE:-cuda}
 sets=(mt_bench gsm8k humaneval)
 
 # The shape of the draft, and a schedule over the same number of passes for every variant.
-shape=(--draft-vocab-size 8192 --ttt-steps 7 --step-decay 0.8 --warmup-steps 50 --epochs "${EPOCHS:-3.6}"
+shape=(--draft-vocab-size 8192 --ttt-steps 7 --step-decay 0.8 --warmup-steps 50
     --max-tokens 4096 --lr 2e-3 --held-out 0.01 --verify never --prefetch 8 --checkpoint-every 100000
     --eval-every 100000)
 variant() {
@@ -37,10 +38,14 @@ variant() {
     base) ;;
     lk) echo --loss lk ;;
     norms) echo --fc-norm --norm-output ;;
-    norms-lk) echo --fc-norm --norm-output --loss lk ;;
-    long) echo --fc-norm --norm-output --loss lk --epochs 10 ;;
+    norms-lk | long) echo --fc-norm --norm-output --loss lk ;;
     *) echo "unknown variant $1" >&2; return 2 ;;
     esac
+}
+
+# Passes over the samples: twice as many for `long`.
+passes() {
+    awk -v passes="${EPOCHS:-3.6}" -v name="$1" 'BEGIN { print name == "long" ? 2 * passes : passes }'
 }
 
 extract() {
@@ -104,26 +109,29 @@ train() {
     if [ ! -s "$run.json" ]; then
         echo "== $name, seed $seed: ${flags[*]} ${more[*]}"
         "$bin/trainer" fit --dataset "$work/train" --device "$device" --run-dir "$run" --seed "$seed" \
-            "${shape[@]}" "${flags[@]}" "${more[@]}" --json >"$run.json" 2>"$run.log" ||
+            --epochs "$(passes "$name")" "${shape[@]}" "${flags[@]}" "${more[@]}" --json >"$run.json" 2>"$run.log" ||
             { tail -3 "$run.log"; rm -f "$run.json"; return 1; }
     fi
     measure "$name" "$seed"
 }
 
-failed=0
-for name in ${VARIANTS:-base lk norms norms-lk long}; do
+failed=0 started=0
+for name in ${VARIANTS:-long base lk norms norms-lk}; do
     for seed in $(seq 1 "$seeds"); do
         while [ "$(jobs -rp | wc -l)" -ge "${JOBS:-1}" ]; do wait -n || failed=1; done
+        [ "${GPUS:-1}" -gt 1 ] && export CUDA_VISIBLE_DEVICES=$((started++ % GPUS))
         train "$name" "$seed" &
     done
 done
 while [ -n "$(jobs -rp)" ]; do wait -n || failed=1; done
 
-if [ "${LIVE:-5}" -gt 0 ]; then
+if [ "${LIVE:-20}" -gt 0 ]; then
     best=$work/run-$(tail -n +2 "$table" | sort -rk6 | awk 'NR == 1 { print $1 "-" $2 }')
-    echo "== live: $best"
-    "$bin/trainer" evaluate "$best" --live --model "$model" --prompts "$work/gsm8k.jsonl" \
-        --limit "${LIVE:-5}" --max-new-tokens 96
+    for set in "${sets[@]}"; do
+        echo "== live, $set: $best"
+        "$bin/trainer" evaluate "$best" --live --model "$model" --device "$device" \
+            --prompts "$work/$set.jsonl" --limit "${LIVE:-20}" --max-new-tokens 128 || failed=1
+    done
     [ -d "$work/export" ] || "$bin/trainer" export "$best" "$work/export" --engine vllm
 fi
 

@@ -209,7 +209,8 @@ __device__ __forceinline__ void consume_queries(const TrainAttentionArgs& a, con
         multiply_columns<QK, N>(d_k, ds, q);
         products_commit();
         products_wait<0>();
-        release(memory.empty(stage));
+        // Every thread has read words of its own, so every thread gives them back.
+        barrier_arrive(memory.empty(stage));
         ring.advance();
     }
     release(memory.done());
@@ -232,7 +233,7 @@ __device__ __forceinline__ void descend_keys(const TrainAttentionArgs& a) {
         for (u32 stage = 0; stage < memory.STAGES; stage++) {
             barrier_init(memory.full(stage), 1);
             barrier_init(memory.words_full(stage), 32);
-            barrier_init(memory.empty(stage), CONSUMER_WARPS);
+            barrier_init(memory.empty(stage), CONSUMER_WARPS * 32);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }

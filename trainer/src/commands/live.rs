@@ -9,7 +9,7 @@ use burn::backend::Flex;
 use burn::tensor::{Tensor, TensorData};
 use extractor::encode::{EncodeOptions, Encoder};
 use extractor::target::weights::Checkpoint;
-use extractor::target::{self, EngineOptions, TargetModel, TargetSpec};
+use extractor::target::{self, Compute, Device, EngineOptions, TargetModel, TargetSpec};
 use serde::Serialize;
 use trainer::decode::DraftDecoder;
 use trainer::fit::mapping;
@@ -46,6 +46,9 @@ pub(crate) struct LiveArgs {
     /// Ranks of tensor parallelism of the target.
     #[arg(long, default_value_t = 1, value_name = "N")]
     tp: usize,
+    /// Where the target computes (with --live): in f32, for texts are compared token for token.
+    #[arg(long, value_enum, default_value_t = Device::Cpu, value_name = "DEVICE")]
+    device: Device,
 }
 
 #[derive(Serialize)]
@@ -90,7 +93,12 @@ pub(crate) fn run(
     if prompts.is_empty() {
         bail!("{} holds no prompt", path.display());
     }
-    let mut target = target::open(&EngineOptions { tp: args.tp, ..EngineOptions::new(model) })?;
+    let mut target = target::open(&EngineOptions {
+        tp: args.tp,
+        device: args.device,
+        compute: Compute::F32,
+        ..EngineOptions::new(model)
+    })?;
     let options = LiveOptions {
         max_new_tokens: args.max_new_tokens,
         draft_tokens: args.draft_tokens,
