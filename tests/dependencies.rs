@@ -1,5 +1,5 @@
 //! What the lock file brings in: known licences, one registry, few versions of one crate. Needs no
-//! network (docs/adr/0005); advisories are `just deny`'s.
+//! network (docs/adr/0005); advisories are `.ci/deny`'s.
 
 #![allow(clippy::unwrap_used, reason = "a failed test may panic")]
 
