@@ -37,7 +37,7 @@ compare() {
     losses() { grep -o '"train/loss":[0-9.e-]*' "$work/$1/metrics.jsonl" | cut -d: -f2; }
     step "losses of $name and $other" 10 worst awk -v tolerance="$tolerance" '
         { d = ($1 - $2) / $2; d = d < 0 ? -d : d; if (d > worst) worst = d; n++ }
-        END { print "worst difference " worst " of " n " steps"; exit !(n == 200 && worst < tolerance) }
+        END { print "worst difference " worst + 0 " of " n " steps"; exit !(n == 200 && worst < tolerance) }
     ' <(paste <(losses "$name") <(losses "$other"))
 }
 

@@ -10,6 +10,7 @@
 #define BLOCK_BYTES (ROWS * 128)
 // One arrival a warp that computes.
 #define CONSUMER_WARPS 8
+#define CONSUMERS (CONSUMER_WARPS * 32)
 #define LOG2E 1.4426950408889634f
 
 // Makes ordinary writes to shared memory visible to the tensor cores.
@@ -154,22 +155,17 @@ __device__ __forceinline__ void put_item(u32 to, u32 full, const Item& item) {
                  : "memory");
     barrier_arrive(full);
 }
-// For a whole warp: the lane that reads is the one that tells the copying warp so (`release`).
 __device__ __forceinline__ Item take_item(u32 from) {
-    Item item = {};
-    if (threadIdx.x % 32 == 0) {
-        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(item.first), "=r"(item.end), "=r"(item.k_start), "=r"(item.head)
-                     : "r"(from)
-                     : "memory");
-        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-                     : "=r"(item.tiles), "=r"(item.each)
-                     : "r"(from + 16)
-                     : "memory");
-    }
-    auto lead = [](u32 word) { return __shfl_sync(FULL_WARP, word, 0); };
-    return {lead(item.first), lead(item.end),   lead(item.k_start),
-            lead(item.head),  lead(item.tiles), lead(item.each)};
+    Item item;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(item.first), "=r"(item.end), "=r"(item.k_start), "=r"(item.head)
+                 : "r"(from)
+                 : "memory");
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(item.tiles), "=r"(item.each)
+                 : "r"(from + 16)
+                 : "memory");
+    return item;
 }
 
 // Goes over a block's share of all (document, head, rows), two at a time: as much as the one
@@ -348,7 +344,8 @@ __device__ __forceinline__ void mix(Mixed<V>& mixed, Memory<QK, V> memory, u32 g
         for (int i = 0; i < V / 2; i++) mixed.o[i] *= soft.shrink[i / 2 % 2];
         pack(p, s);
     }
-    release(memory.q_empty());
+    // Every thread has read what the item is, so every thread gives it back.
+    barrier_arrive(memory.q_empty());
     if (tiles > 0) {
         barrier_wait(memory.v_full(at & 1), at >> 1 & 1);
         products_begin();

@@ -127,7 +127,7 @@ __device__ __forceinline__ void attend(const AttentionArgs& a) {
     task.tiles = max((min(task.first + ROWS, queries) + task.ahead + ROWS - 1) / ROWS, 0);
     if (threadIdx.x == 0) {
         barrier_init(memory.q_full(), 128);
-        barrier_init(memory.q_empty(), CONSUMER_WARPS);
+        barrier_init(memory.q_empty(), CONSUMERS);
         for (u32 stage = 0; stage < 2; stage++) {
             barrier_init(memory.k_full(stage), 128);
             barrier_init(memory.v_full(stage), 128);

@@ -213,7 +213,7 @@ __device__ __forceinline__ void consume_queries(const TrainAttentionArgs& a, con
         barrier_arrive(memory.empty(stage));
         ring.advance();
     }
-    release(memory.done());
+    barrier_arrive(memory.done());
     pin(d_k);
     pin(d_v);
     float factors[2] = {a.scale, a.scale}, ones[2] = {1.0f, 1.0f};
@@ -229,11 +229,11 @@ __device__ __forceinline__ void descend_keys(const TrainAttentionArgs& a) {
     if (threadIdx.x == 0) {
         barrier_init(memory.item_full(), 1);
         barrier_init(memory.ready(), 1);
-        barrier_init(memory.done(), CONSUMER_WARPS);
+        barrier_init(memory.done(), CONSUMERS);
         for (u32 stage = 0; stage < memory.STAGES; stage++) {
             barrier_init(memory.full(stage), 1);
             barrier_init(memory.words_full(stage), 32);
-            barrier_init(memory.empty(stage), CONSUMER_WARPS * 32);
+            barrier_init(memory.empty(stage), CONSUMERS);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -375,7 +375,7 @@ __device__ __forceinline__ void consume_keys(const TrainAttentionArgs& a, const 
         rings.k.advance();
         rings.v.advance();
     }
-    release(memory.done());
+    barrier_arrive(memory.done());
     pin(d_q);
     float factors[2] = {a.scale, a.scale};
     write_rows<QK>(a.d_first, item.head, warp_first, item.end, d_q, factors, a.accumulate);
@@ -389,7 +389,7 @@ __device__ __forceinline__ void descend_queries(const TrainAttentionArgs& a) {
     if (threadIdx.x == 0) {
         barrier_init(memory.item_full(), 1);
         barrier_init(memory.ready(), 1);
-        barrier_init(memory.done(), CONSUMER_WARPS);
+        barrier_init(memory.done(), CONSUMERS);
         for (u32 stage = 0; stage < memory.K_STAGES; stage++) {
             barrier_init(memory.k_full(stage), 1);
             barrier_init(memory.k_empty(stage), CONSUMER_WARPS);

@@ -47,7 +47,7 @@ __device__ __forceinline__ void attend(const TrainAttentionArgs& a) {
     if (threadIdx.x == 0) {
         barrier_init(memory.item_full(), 1);
         barrier_init(memory.q_full(), 1);
-        barrier_init(memory.q_empty(), CONSUMER_WARPS);
+        barrier_init(memory.q_empty(), CONSUMERS);
         for (u32 stage = 0; stage < 2; stage++) {
             barrier_init(memory.k_full(stage), 1);
             barrier_init(memory.v_full(stage), 1);

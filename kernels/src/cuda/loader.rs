@@ -147,8 +147,17 @@ fn compile_error(file: &str, arch: &str, log: String, source: nvrtc::NvrtcError)
     CudaError::Compile { file: file.into(), arch: arch.into(), log, source }
 }
 
-/// Machine code of one of [`SOURCES`] for an architecture. Needs NVRTC, but no device.
-pub fn compile((file, text): (&str, &str), arch: &Arch) -> Result<Vec<u8>, CudaError> {
+/// A compiled source.
+#[derive(Clone, Debug)]
+pub struct Compiled {
+    /// Machine code, an ELF file.
+    pub code: Vec<u8>,
+    /// What the compiler said of it, such as that products wait for each other.
+    pub remarks: String,
+}
+
+/// One of [`SOURCES`] for an architecture. Needs NVRTC, but no device.
+pub fn compile((file, text): (&str, &str), arch: &Arch) -> Result<Compiled, CudaError> {
     require_nvrtc()?;
     let text = format!("{COMMON}\n#line 1 \"{file}\"\n{text}");
     let (Ok(text), Ok(name)) = (CString::new(text), CString::new(file)) else {
@@ -166,16 +175,17 @@ fn compile_program(
     program: nvrtc_sys::nvrtcProgram,
     file: &str,
     arch: &Arch,
-) -> Result<Vec<u8>, CudaError> {
+) -> Result<Compiled, CudaError> {
     let options = [format!("--gpu-architecture={}", arch.name()), "--std=c++17".to_owned()];
     // SAFETY: the program is live throughout, and both sizes are those NVRTC asks for.
     unsafe {
-        if let Err(source) = nvrtc::compile_program(program, &options) {
-            let log = nvrtc::get_program_log(program).unwrap_or_default();
-            let log: Vec<u8> = log.iter().map(|&c| c as u8).collect();
-            let log = CStr::from_bytes_until_nul(&log).unwrap_or_default();
-            let log = log.to_string_lossy().into_owned();
-            return Err(compile_error(file, arch.name(), log, source));
+        let compiled = nvrtc::compile_program(program, &options);
+        let log = nvrtc::get_program_log(program).unwrap_or_default();
+        let log: Vec<u8> = log.iter().map(|&c| c as u8).collect();
+        let log = CStr::from_bytes_until_nul(&log).unwrap_or_default();
+        let remarks = log.to_string_lossy().into_owned();
+        if let Err(source) = compiled {
+            return Err(compile_error(file, arch.name(), remarks, source));
         }
         let wrong = |source| compile_error(file, arch.name(), String::new(), source);
         let mut size = 0;
@@ -183,7 +193,7 @@ fn compile_program(
         let mut code = vec![0u8; size];
         let answer = nvrtc_sys::nvrtcGetCUBIN(program, code.as_mut_ptr().cast());
         answer.result().map_err(wrong)?;
-        Ok(code)
+        Ok(Compiled { code, remarks })
     }
 }
 
@@ -363,7 +373,7 @@ fn cached(
     (major, minor): (i32, i32),
     cache_dir: Option<&Path>,
 ) -> Result<Vec<u8>, CudaError> {
-    let Some(dir) = cache_dir else { return compile(source, arch) };
+    let Some(dir) = cache_dir else { return Ok(compile(source, arch)?.code) };
     let mut hash = blake3::Hasher::new();
     hash.update(COMMON.as_bytes());
     hash.update(source.1.as_bytes());
@@ -373,7 +383,7 @@ fn cached(
     if let Some(code) = read_checked(&path) {
         return Ok(code);
     }
-    let code = compile(source, arch)?;
+    let code = compile(source, arch)?.code;
     if let Err(error) = write_checked(&path, &code) {
         tracing::warn!(path = %path.display(), %error, "compiled kernels not cached");
     }

@@ -30,7 +30,9 @@ pub use cudarc;
 pub use dequant::{Fp8BlockWeight, Int4Weight, Nvfp4Weight};
 pub use error::CudaError;
 pub use experts::{DevicePanels, EXPERT_ALIGN, ExpertWeights};
-pub use loader::{Arch, CudaKernels, SOURCES, TRAIN_SOURCES, compile, context, device_count};
+pub use loader::{
+    Arch, Compiled, CudaKernels, SOURCES, TRAIN_SOURCES, compile, context, device_count,
+};
 pub use memory::{
     DeviceBuffer, PinnedBuffer, allocations, copy_on_device, download, enable_peer_access, upload,
 };
