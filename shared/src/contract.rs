@@ -259,6 +259,11 @@ pub(crate) fn check_storage(spec: &CaptureSpec, state: &LayerState) -> Result<()
         if scales.len() != tokens {
             return Err(ContractError::Scales { layer, tokens, got: scales.len() });
         }
+        // A NaN is left to the search for non-finite values, which counts them.
+        if let Some(token) = scales.iter().position(|&scale| scale < 0.0) {
+            let scale = scales.get(token).copied().unwrap_or_default();
+            return Err(ContractError::NegativeScale { layer, token, scale });
+        }
     }
     Ok(())
 }
@@ -311,6 +316,19 @@ pub enum ContractError {
         tokens: usize,
         /// Scales offered.
         got: usize,
+    },
+    /// A scale that no row of states gives: scale = absmax / 448.
+    #[error(
+        "layer {layer}: the scale of token {token} is {scale}, 0 or more is expected: its bytes \
+         are not what was written"
+    )]
+    NegativeScale {
+        /// The layer concerned.
+        layer: LayerIndex,
+        /// Row of the first of them.
+        token: usize,
+        /// The scale found there.
+        scale: f32,
     },
     /// NaN or infinite values.
     #[error("sample {sample} has non-finite states: {}", finite::describe(layers))]

@@ -1,9 +1,10 @@
 //! Everything that changes the bytes of a data set, as named text fields. Knows no meanings.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use crate::digest::Digest;
 
@@ -55,18 +56,39 @@ impl Fingerprint {
         Digest(*hasher.finalize().as_bytes())
     }
 
-    /// Fields that differ, `self` being the stored one.
+    /// Fields that differ, `self` being the stored one. Of a field that holds a JSON object only the
+    /// keys that differ are named, as `field.key`.
     pub fn diff(&self, current: &Self) -> Vec<FieldChange> {
-        let mut names: Vec<&String> = self.fields.keys().chain(current.fields.keys()).collect();
-        names.sort();
-        names.dedup();
-        let values =
-            |name: &String| (self.fields.get(name).cloned(), current.fields.get(name).cloned());
+        let (stored, current) = (self.spread(), current.spread());
+        let names: BTreeSet<&String> = stored.keys().chain(current.keys()).collect();
         names
             .into_iter()
-            .map(|name| (name, values(name)))
-            .filter(|(_, (stored, current))| stored != current)
-            .map(|(name, (stored, current))| FieldChange { name: name.clone(), stored, current })
+            .filter(|name| stored.get(*name) != current.get(*name))
+            .map(|name| FieldChange {
+                name: name.clone(),
+                stored: stored.get(name).cloned(),
+                current: current.get(name).cloned(),
+            })
             .collect()
+    }
+
+    /// The fields, with JSON objects taken apart.
+    fn spread(&self) -> BTreeMap<String, String> {
+        let mut spread = BTreeMap::new();
+        for (name, value) in &self.fields {
+            match serde_json::from_str(value) {
+                Ok(Value::Object(keys)) if !keys.is_empty() => {
+                    let keys = keys.into_iter();
+                    spread.extend(keys.map(|(key, value)| {
+                        let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+                        (format!("{name}.{key}"), text)
+                    }));
+                }
+                _ => {
+                    spread.insert(name.clone(), value.clone());
+                }
+            }
+        }
+        spread
     }
 }

@@ -161,6 +161,7 @@ fn non_finite_fp8_codes_and_scales_are_seen() {
     offer(&spec, good.clone()).unwrap();
     for spoil in [
         (|codes, _| codes[5] = 0xff) as fn(&mut Vec<u8>, &mut Vec<f32>),
+        |codes, _| codes[0] = 0x7f,
         |_, scales| scales[2] = f32::NAN,
         |_, scales| scales[0] = f32::INFINITY,
     ] {
@@ -169,6 +170,11 @@ fn non_finite_fp8_codes_and_scales_are_seen() {
         spoil(codes, scales);
         assert!(matches!(offer(&spec, states), Err(ContractError::NonFinite { .. })));
     }
+    let mut states = good;
+    let StateRows::Fp8 { scales, .. } = &mut states[1].rows else { unreachable!() };
+    scales[1] = -0.5;
+    let text = offer(&spec, states).unwrap_err().to_string();
+    assert!(text.contains("layer 30: the scale of token 1 is -0.5, 0 or more"), "{text}");
 }
 
 #[test]

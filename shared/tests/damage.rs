@@ -199,3 +199,36 @@ fn an_audit_beside_a_writer_takes_its_work_for_what_it_is() {
     let report = audit(dir.path(), Verify::All).unwrap();
     assert_eq!((report.samples, report.conservation.pending), (6, 5));
 }
+
+#[test]
+fn fp8_codes_and_scales_that_no_state_gives_are_noticed() {
+    let spec = spec(StateDtype::Fp8);
+    for (tensor, bytes, words) in [
+        ("hidden_states.3", [0x7f].as_slice(), "layer 3: 1 NaN and 0 infinite, first at token 1"),
+        ("hidden_states.3", &[0xff], "layer 3: 1 NaN and 0 infinite, first at token 1"),
+        ("hidden_states.1.scale", &f32::NAN.to_le_bytes(), "layer 1: 6 NaN and 0 infinite"),
+        ("hidden_states.1.scale", &f32::INFINITY.to_le_bytes(), "infinite, first at token 1"),
+        ("hidden_states.1.scale", &(-0.5f32).to_le_bytes(), "scale of token 1 is -0.5"),
+    ] {
+        let dir = tempdir();
+        build(dir.path(), &spec, &[captured(&spec, 4, 7)]);
+        let path = dir.path().join("shards/shard-000000.safetensors");
+        let reader = ShardReader::open(&path, &HeaderLimits::SHARD).unwrap();
+        let id = reader.sample_ids()[0];
+        let entry = reader.header().tensor(&format!("{id}.{tensor}")).unwrap();
+        // Of [4, 6] codes or [4] scales the first of token 1.
+        let at = (entry.start + entry.bytes / 4) as usize;
+        let mut file = fs::read(&path).unwrap();
+        file[at..at + bytes.len()].copy_from_slice(bytes);
+        fs::write(&path, file).unwrap();
+        assert!(words_of(reader.read(id)).contains(words), "{}", words_of(reader.read(id)));
+        let findings = audit(dir.path(), Verify::All).unwrap().findings;
+        let broken = findings.iter().find(|found| found.kind == FindingKind::SampleBroken).unwrap();
+        assert_eq!(broken.samples, [id]);
+        assert!(broken.detail.contains(words), "{}", broken.detail);
+    }
+}
+
+fn words_of(read: Result<CapturedSample, ShardError>) -> String {
+    words(&read.unwrap_err())
+}

@@ -80,7 +80,7 @@ fn a_second_writer_is_told_who_writes() {
 #[test]
 fn a_changed_fingerprint_is_refused_with_both_values() {
     let (dir, spec) = (tempdir(), spec(StateDtype::Bf16));
-    drop(Manifest::open_for_write(dir.path(), &fingerprint(), &spec).unwrap());
+    build(dir.path(), &spec, &samples(&spec, 1));
     let changed = fingerprint().with("template", "beta");
     let error = Manifest::open_for_write(dir.path(), &changed, &spec).unwrap_err();
     assert_eq!(error.exit_code(), 78);

@@ -55,6 +55,38 @@ fn fields_of_a_fingerprint_do_not_run_into_each_other() {
 }
 
 #[test]
+fn of_a_field_with_several_values_only_those_that_changed_are_shown() {
+    let stored =
+        Fingerprint::default().with("encoding", r#"{"max_tokens":96,"overlong":"reject"}"#);
+    let current =
+        Fingerprint::default().with("encoding", r#"{"max_tokens":97,"overlong":"reject"}"#);
+    let changes = stored.diff(&current);
+    assert_eq!(changes.len(), 1);
+    assert_eq!(changes[0].to_string(), "encoding.max_tokens: stored `96`, now `97`");
+}
+
+#[test]
+fn settings_may_change_until_a_sample_is_committed_and_nothing_of_the_old_ones_stays() {
+    let (dir, spec) = (tempdir(), spec(StateDtype::Bf16));
+    let wrong = fingerprint().with("target", "mistyped");
+    let manifest = Manifest::open_for_write(dir.path(), &wrong, &spec).unwrap();
+    manifest.register_input("prompts.jsonl", 2, 10, &Digest::of(b"input")).unwrap();
+    manifest.record_sources(&[source(1, SourceOutcome::Rejected("overlong".into()))]).unwrap();
+    let head = dir.path().join("target/head.safetensors");
+    fs::write(&head, "of the mistyped target").unwrap();
+    drop(manifest);
+    build(dir.path(), &spec, &samples(&spec, 2));
+    assert!(!head.exists());
+    let manifest = Manifest::open_read(dir.path()).unwrap();
+    assert_eq!(*manifest.fingerprint(), fingerprint());
+    assert_eq!(manifest.conservation().unwrap().committed, 2);
+    assert!(audit(dir.path(), Verify::All).unwrap().clean());
+    drop(manifest);
+    let error = Manifest::open_for_write(dir.path(), &wrong, &spec).unwrap_err();
+    assert!(matches!(error, ManifestError::FingerprintChanged(_)), "{error}");
+}
+
+#[test]
 fn a_changed_token_is_noticed_without_the_digest() {
     let (dir, spec) = (tempdir(), spec(StateDtype::Bf16));
     build(dir.path(), &spec, &samples(&spec, 1));

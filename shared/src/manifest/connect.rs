@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use sqlx::migrate::Migrator;
 use sqlx::sqlite::{SqliteConnectOptions, SqliteConnection};
-use sqlx::{ConnectOptions, Row};
+use sqlx::{ConnectOptions, Connection, Row};
 
 use super::ManifestError;
 use crate::contract::CaptureSpec;
@@ -141,6 +141,15 @@ pub(super) async fn is_new(conn: &mut SqliteConnection) -> Result<bool, Manifest
     Ok(rows == 0)
 }
 
+/// Whether no sample is committed, so that nothing depends on the settings yet.
+pub(super) async fn is_empty(conn: &mut SqliteConnection) -> Result<bool, ManifestError> {
+    let samples: i64 = sqlx::query_scalar("SELECT count(*) FROM sample")
+        .fetch_one(conn)
+        .await
+        .map_err(sql("counting samples"))?;
+    Ok(samples == 0)
+}
+
 /// Writes the data set's settings when it is new; otherwise compares them.
 pub(super) async fn settle(
     conn: &mut SqliteConnection,
@@ -148,30 +157,59 @@ pub(super) async fn settle(
     fingerprint: &Fingerprint,
     spec: &CaptureSpec,
 ) -> Result<(), ManifestError> {
-    let (Some(fields), Some(spec_text)) =
+    if is_new(conn).await? {
+        return record(conn, path, fingerprint, spec).await;
+    }
+    let (stored, stored_spec) = settings(conn, path).await?;
+    let mut changes = stored.diff(fingerprint);
+    if changes.is_empty() {
+        // The fingerprint names these too; here they show that it was made from something else.
+        changes = spec_changes(&stored_spec, spec);
+    }
+    if changes.is_empty() { Ok(()) } else { Err(ManifestError::FingerprintChanged(changes)) }
+}
+
+/// Gives a data set without samples other settings. Rejects and failures were found under the old
+/// ones, so their lines are pending again.
+pub(super) async fn settle_anew(
+    conn: &mut SqliteConnection,
+    path: &Path,
+    fingerprint: &Fingerprint,
+    spec: &CaptureSpec,
+) -> Result<(), ManifestError> {
+    let doing = "replacing the settings";
+    let mut transaction = conn.begin_with("BEGIN IMMEDIATE").await.map_err(sql(doing))?;
+    for statement in ["DELETE FROM source", "DELETE FROM failure", "DELETE FROM dataset"] {
+        sqlx::query(statement).execute(&mut *transaction).await.map_err(sql(doing))?;
+    }
+    record(&mut transaction, path, fingerprint, spec).await?;
+    transaction.commit().await.map_err(sql(doing))
+}
+
+async fn record(
+    conn: &mut SqliteConnection,
+    path: &Path,
+    fingerprint: &Fingerprint,
+    spec: &CaptureSpec,
+) -> Result<(), ManifestError> {
+    let (Some(fields), Some(spec)) =
         (serde_json::to_string(fingerprint).ok(), serde_json::to_string(spec).ok())
     else {
         return Err(damaged(path, "settings can't be written as JSON"));
     };
-    if is_new(conn).await? {
-        sqlx::query(
-            "INSERT INTO dataset (one, format_version, fingerprint, fingerprint_digest, spec, \
-             created) VALUES (1, ?, ?, ?, ?, ?)",
-        )
-        .bind(i64::from(FORMAT_VERSION))
-        .bind(fields)
-        .bind(fingerprint.digest().0.to_vec())
-        .bind(spec_text)
-        .bind(provenance::unix_time() as i64)
-        .execute(&mut *conn)
-        .await
-        .map_err(sql("recording the settings"))?;
-        return Ok(());
-    }
-    let (stored, stored_spec) = settings(conn, path).await?;
-    let mut changes = stored.diff(fingerprint);
-    changes.extend(spec_changes(&stored_spec, spec));
-    if changes.is_empty() { Ok(()) } else { Err(ManifestError::FingerprintChanged(changes)) }
+    sqlx::query(
+        "INSERT INTO dataset (one, format_version, fingerprint, fingerprint_digest, spec, \
+         created) VALUES (1, ?, ?, ?, ?, ?)",
+    )
+    .bind(i64::from(FORMAT_VERSION))
+    .bind(fields)
+    .bind(fingerprint.digest().0.to_vec())
+    .bind(spec)
+    .bind(provenance::unix_time() as i64)
+    .execute(conn)
+    .await
+    .map_err(sql("recording the settings"))?;
+    Ok(())
 }
 
 fn spec_changes(stored: &CaptureSpec, current: &CaptureSpec) -> Vec<FieldChange> {

@@ -61,8 +61,8 @@ impl fmt::Debug for Manifest {
 impl Manifest {
     /// Opens a data set for its one writer, and creates it when it is not there.
     ///
-    /// Refuses a second writer (73), other settings than those it was begun with (78) and damage
-    /// (65). Removes what a killed run left in `shards/`: a file that the manifest does not know
+    /// Refuses a second writer (73), other settings than those its samples were made with (78) and
+    /// damage (65). Removes what a killed run left in `shards/`: a file that the manifest does not know
     /// has no recorded digest, so taking it over would be faith.
     pub fn open_for_write(
         dir: &Path,
@@ -96,7 +96,20 @@ impl Manifest {
             if connect::is_new(&mut conn).await? {
                 refuse_lost(dir)?;
             }
-            connect::settle(&mut conn, &path, fingerprint, spec).await?;
+            match connect::settle(&mut conn, &path, fingerprint, spec).await {
+                Err(ManifestError::FingerprintChanged(changes))
+                    if connect::is_empty(&mut conn).await? =>
+                {
+                    for change in changes {
+                        tracing::info!(
+                            "nothing is committed yet, so settings may change: {change}"
+                        );
+                    }
+                    remove_target(dir)?;
+                    connect::settle_anew(&mut conn, &path, fingerprint, spec).await?;
+                }
+                settled => settled?,
+            }
             Ok::<_, ManifestError>(conn)
         })?;
         dir.files().sync_dir(dir.root()).map_err(at("syncing directory", dir.root()))?;
@@ -251,6 +264,13 @@ fn refuse_lost(dir: &DatasetDir) -> Result<(), ManifestError> {
         0 => Ok(()),
         shards => Err(ManifestError::Lost { dir: dir.root().to_path_buf(), shards }),
     }
+}
+
+/// Empties `target/`: its files belong to the settings that a data set had before.
+fn remove_target(dir: &DatasetDir) -> Result<(), ManifestError> {
+    let target = dir.target();
+    dir.files().remove_dir(&target).map_err(at("removing", &target))?;
+    Ok(dir.create()?)
 }
 
 fn refuse_sealed(path: &Path) -> Result<(), ManifestError> {
