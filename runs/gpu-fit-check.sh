@@ -61,6 +61,11 @@ if [ "$part" != several ]; then
     compare cuda-f32 cpu 0.01
     compare cuda-bf16 cpu 0.01
     compare cuda-fp8 cpu-fp8 0.01
+    for seed in 1 2; do
+        train cpu-seed-$seed bf16 --seed $seed
+        train cuda-seed-$seed bf16 --seed $seed --device cuda
+        compare cuda-seed-$seed cpu-seed-$seed 0.01
+    done
     for name in noise norms lk; do
         flags=$([ $name = lk ] && echo --loss lk --ema 0.99 || echo)
         [ $name = noise ] && flags="--noise 0.05 --noise-kind normal"
