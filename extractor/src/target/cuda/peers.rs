@@ -158,7 +158,7 @@ impl PeerRank {
 
     /// Lets the stream wait until the others have taken this rank's rows: they may be written over
     /// after that, and often are at once (keys are rotated in place).
-    fn part(&mut self) -> Result<(), TargetError> {
+    fn until_taken(&mut self) -> Result<(), TargetError> {
         self.meet(Vec::new()).map(drop)
     }
 
@@ -205,7 +205,7 @@ impl Collective<CudaBuffer> for PeerRank {
             let source = places[peer].first().copied().unwrap_or(0);
             self.copy(target, (source, own.clone()), size)?;
         }
-        self.part()
+        self.until_taken()
     }
 
     fn gather(
@@ -235,7 +235,7 @@ impl Collective<CudaBuffer> for PeerRank {
                 self.copy(target, (source, 0..theirs.len()), size)?;
             }
         }
-        self.part()
+        self.until_taken()
     }
 
     fn set_deadline(&mut self, deadline: Instant) {
