@@ -236,6 +236,8 @@ impl Golden {
         target: &mut RankGroup,
         together: bool,
     ) -> Result<GoldenReport, GoldenError> {
+        let hidden_size = target.spec().hidden_size;
+        self.prompts.iter().try_for_each(|prompt| prompt.check_width(hidden_size))?;
         let mut report = GoldenReport::default();
         let size = if together { self.prompts.len() } else { 1 };
         for prompts in self.prompts.chunks(size.max(1)) {
@@ -316,6 +318,19 @@ impl GoldenPrompt {
 
     fn sample(&self) -> Result<TokenSample, SampleError> {
         TokenSample::new(self.input_ids.clone(), vec![0; self.input_ids.len()])
+    }
+
+    /// Refuses states of another width than the target's, with which nothing can be compared.
+    fn check_width(&self, hidden_size: usize) -> Result<(), GoldenError> {
+        let rows = self.rows.len();
+        match self.states.iter().find(|(_, values)| values.len() != rows * hidden_size) {
+            None => Ok(()),
+            Some((k, values)) => Err(GoldenError::Tensor {
+                name: format!("{}.h_{k}", self.name),
+                expected: format!("[{rows}, {hidden_size}], the width of the model in --model,"),
+                found: format!("{} values for {rows} rows", values.len()),
+            }),
+        }
     }
 
     /// State k is the output of layer k - 1.

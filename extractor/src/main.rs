@@ -18,7 +18,7 @@ struct Cli {
     #[command(subcommand)]
     command: Command,
     /// Log this too; `shapes` logs the shape and type of every tensor at every stage.
-    #[arg(long, global = true, value_enum)]
+    #[arg(long, global = true, value_enum, help_heading = "Logging")]
     trace: Vec<Trace>,
 }
 
@@ -123,6 +123,7 @@ fn exit_code(error: &anyhow::Error) -> u8 {
         stopped.or_else(|| {
             code_of!(
                 cause,
+                commands::Usage,
                 extractor::pipeline::PipelineError,
                 extractor::plan::PlanError,
                 extractor::config::ConfigError,

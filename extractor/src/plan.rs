@@ -6,13 +6,13 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 use shared::CaptureSpec;
-use shared::manifest::{Manifest, ManifestError};
+use shared::manifest::{InputFile, Manifest, ManifestError};
 use thiserror::Error;
 
 use crate::batch::Batcher;
 use crate::config::{ConfigError, ExtractConfig};
 use crate::encode::{Encoder, EncoderError};
-use crate::input_file::InputFile;
+use crate::input_file;
 use crate::intake::{Admission, Intake, IntakeError};
 use crate::reject::{Reject, RejectReason};
 use crate::target::{TargetError, TargetSpec};
@@ -169,7 +169,7 @@ impl Plan {
         plan.batches += u64::from(batcher.finish().is_some());
         for path in &options.prompts {
             let read = |source| PlanError::Read { path: path.clone(), source };
-            plan.inputs.push(InputFile::survey(path).map_err(read)?);
+            plan.inputs.push(input_file::survey(path).map_err(read)?);
         }
         plan.state_bytes = plan.tokens * contract.bytes_per_token() as u64;
         plan.total_bytes = plan.state_bytes + plan.tokens * 5;

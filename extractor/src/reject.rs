@@ -134,7 +134,7 @@ reject_reasons! {
 
 impl fmt::Display for RejectReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
+        f.pad(self.name())
     }
 }
 
@@ -148,6 +148,7 @@ mod tests {
         for reason in RejectReason::ALL {
             assert!(seen.insert(reason.name()), "{reason} twice");
             assert_eq!(serde_json::to_value(reason).unwrap(), reason.name());
+            assert_eq!(format!("{reason:<30}|").find('|'), Some(30), "columns of `extractor plan`");
         }
     }
 }

@@ -56,8 +56,8 @@ impl Fingerprint {
         Digest(*hasher.finalize().as_bytes())
     }
 
-    /// Fields that differ, `self` being the stored one. Of a field that holds a JSON object only the
-    /// keys that differ are named, as `field.key`.
+    /// Fields that differ, `self` being the stored one. Of a field that holds a JSON object only
+    /// the keys that differ are named, as `field.key`.
     pub fn diff(&self, current: &Self) -> Vec<FieldChange> {
         let (stored, current) = (self.spread(), current.spread());
         let names: BTreeSet<&String> = stored.keys().chain(current.keys()).collect();

@@ -167,7 +167,10 @@ pub enum HeaderError {
         bytes: u64,
     },
     /// Longer than allowed.
-    #[error("the header claims {bytes} bytes, at most {limit} are allowed")]
+    #[error(
+        "its first 8 bytes claim a header of {bytes} bytes, at most {limit} are allowed: no \
+         safetensors file, or a damaged one"
+    )]
     TooLong {
         /// Bytes claimed.
         bytes: u64,

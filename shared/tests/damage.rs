@@ -6,6 +6,7 @@ mod support;
 use std::fs;
 use std::path::Path;
 
+use shared::manifest::InputFile;
 use shared::*;
 use support::*;
 
@@ -14,7 +15,7 @@ fn two_shards(dir: &Path) -> CaptureSpec {
     let spec = spec(StateDtype::Bf16);
     let samples = samples(&spec, 5);
     let manifest = Manifest::open_for_write(dir, &fingerprint(), &spec).unwrap();
-    manifest.register_input("prompts.jsonl", 5, 10, &Digest::of(b"input")).unwrap();
+    manifest.register_input(&input(5)).unwrap();
     for (id, range, line) in [(0, 0..3, 1), (1, 3..5, 4)] {
         let sealed = seal(dir, ShardId(id), &spec, &samples[range.clone()]);
         manifest.commit_shard(&sealed, &committed(&samples[range], line)).unwrap();
@@ -78,7 +79,7 @@ fn one_sample_in_two_shards_is_noticed() {
     let extra = captured(&spec, 9, 999);
     let both = [samples(&spec, 1).remove(0), extra];
     let manifest = Manifest::open_for_write(dir.path(), &fingerprint(), &spec).unwrap();
-    manifest.register_input("prompts.jsonl", 6, 10, &Digest::of(b"input")).unwrap();
+    manifest.register_input(&input(6)).unwrap();
     let mut sealed = seal(dir.path(), ShardId(2), &spec, &both);
     // A writer that forgets what it wrote.
     sealed.entries.remove(0);
@@ -170,7 +171,8 @@ fn a_manifest_of_the_version_before_is_read_and_brought_up_by_a_writer() {
     tamper(
         dir.path(),
         "DROP TABLE storage_error; DROP TABLE failure; ALTER TABLE shard DROP COLUMN rebuilt; \
-         PRAGMA user_version = 1; DELETE FROM _sqlx_migrations WHERE version > 1",
+         ALTER TABLE input DROP COLUMN blank; PRAGMA user_version = 1; \
+         DELETE FROM _sqlx_migrations WHERE version > 1",
     );
     let manifest = Manifest::open_read(dir.path()).unwrap();
     assert_eq!((manifest.samples().unwrap().len(), manifest.failures().unwrap().len()), (5, 0));
@@ -194,7 +196,7 @@ fn an_audit_beside_a_writer_takes_its_work_for_what_it_is() {
     assert_eq!(kinds(dir.path(), Verify::All), []);
     let mut source = source(6, SourceOutcome::Committed(sample.sample().id()));
     source.file = "more.jsonl".into();
-    writer.register_input("more.jsonl", 6, 1, &Digest::of(b"more")).unwrap();
+    writer.register_input(&InputFile { file: "more.jsonl".into(), ..input(6) }).unwrap();
     writer.commit_shard(&sealed, &[source]).unwrap();
     let report = audit(dir.path(), Verify::All).unwrap();
     assert_eq!((report.samples, report.conservation.pending), (6, 5));

@@ -114,7 +114,7 @@ fn lines_are_conserved() {
     let samples = samples(&spec, 2);
     let id = samples[0].sample().id();
     let manifest = Manifest::open_for_write(dir.path(), &fingerprint(), &spec).unwrap();
-    manifest.register_input("prompts.jsonl", 6, 100, &Digest::of(b"x")).unwrap();
+    manifest.register_input(&input(6)).unwrap();
     // A duplicate may be known before its sample is committed.
     let duplicate = source(4, SourceOutcome::Duplicate(id));
     let reject = source(5, SourceOutcome::Rejected("no messages".into()));

@@ -8,6 +8,7 @@ use std::io::{self, Write};
 use std::os::unix::fs::FileExt;
 
 use shared::digest::HashingWriter;
+use shared::manifest::InputFile;
 use shared::*;
 use support::*;
 
@@ -70,7 +71,7 @@ fn settings_may_change_until_a_sample_is_committed_and_nothing_of_the_old_ones_s
     let (dir, spec) = (tempdir(), spec(StateDtype::Bf16));
     let wrong = fingerprint().with("target", "mistyped");
     let manifest = Manifest::open_for_write(dir.path(), &wrong, &spec).unwrap();
-    manifest.register_input("prompts.jsonl", 2, 10, &Digest::of(b"input")).unwrap();
+    manifest.register_input(&input(2)).unwrap();
     manifest.record_sources(&[source(1, SourceOutcome::Rejected("overlong".into()))]).unwrap();
     let head = dir.path().join("target/head.safetensors");
     fs::write(&head, "of the mistyped target").unwrap();
@@ -145,19 +146,37 @@ fn lines_cut_from_an_input_are_forgotten_and_new_ones_pending() {
     build(dir.path(), &spec, &samples(&spec, 3));
     let manifest = Manifest::open_for_write(dir.path(), &fingerprint(), &spec).unwrap();
     for (lines, committed, pending) in [(2, 2, 0), (5, 2, 3)] {
-        let digest = Digest::of(&[lines as u8]);
-        manifest.register_input("prompts.jsonl", lines, 10, &digest).unwrap();
+        manifest.register_input(&input(lines)).unwrap();
         let counts = manifest.conservation().unwrap();
         assert!(counts.holds());
         assert_eq!((counts.lines, counts.committed, counts.pending), (lines, committed, pending));
     }
 }
 
+/// Line numbers count blank lines, so the last line has a number above that of the lines to do.
+#[test]
+fn blank_lines_need_no_outcome_and_take_none_away() {
+    let (dir, spec) = (tempdir(), spec(StateDtype::Bf16));
+    let manifest = Manifest::open_for_write(dir.path(), &fingerprint(), &spec).unwrap();
+    let with_blank = InputFile { blank: 1, ..input(2) };
+    let rejected = |line| source(line, SourceOutcome::Rejected("overlong".into()));
+    manifest.register_input(&with_blank).unwrap();
+    manifest.record_sources(&[rejected(1), rejected(3)]).unwrap();
+    for _ in 0..2 {
+        let counts = manifest.conservation().unwrap();
+        assert!(counts.holds());
+        assert_eq!((counts.lines, counts.rejected, counts.pending), (2, 2, 0));
+        // The next run registers the same file again.
+        manifest.register_input(&with_blank).unwrap();
+    }
+    manifest.record_sources(&[rejected(4)]).unwrap();
+    assert!(!manifest.conservation().unwrap().holds());
+}
+
 #[test]
 fn numbers_that_sqlite_cannot_hold_are_refused() {
     let (dir, spec) = (tempdir(), spec(StateDtype::Bf16));
     let manifest = Manifest::open_for_write(dir.path(), &fingerprint(), &spec).unwrap();
-    let digest = Digest::of(b"");
-    let error = manifest.register_input("x", u64::MAX, 0, &digest).unwrap_err();
+    let error = manifest.register_input(&input(u64::MAX)).unwrap_err();
     assert!(matches!(error, ManifestError::TooLarge(u64::MAX)));
 }

@@ -59,7 +59,7 @@ fn a_lost_manifest_is_rebuilt_with_the_same_rows_and_the_next_run_finds_the_line
     // Every line gives a sample that is there already; the first to do so is its line again.
     let manifest =
         Manifest::open_for_write(dir.path(), &fingerprint(), &spec(StateDtype::Bf16)).unwrap();
-    manifest.register_input("prompts.jsonl", 7, 9, &Digest::of(b"i")).unwrap();
+    manifest.register_input(&input(7)).unwrap();
     let again = |record: SourceRecord| match record.outcome {
         SourceOutcome::Committed(id) => {
             SourceRecord { outcome: SourceOutcome::Duplicate(id), ..record }

@@ -13,13 +13,15 @@ pub fn model() -> PathBuf {
     root().join("models/nano-kimi")
 }
 
-/// Writes `prompts.jsonl`: bundled conversations, one of them twice, one line that is no JSON.
+/// Writes `prompts.jsonl`: bundled conversations, one of them twice, one line that is no JSON, one
+/// that is blank.
 #[allow(clippy::disallowed_methods, reason = "an input of a test")]
 pub fn write_prompts(dir: &Path, lines: usize) {
     let bundled = fs::read_to_string(root().join("data/prompts.jsonl")).unwrap_or_default();
     let mut chosen: Vec<&str> = bundled.lines().take(lines).collect();
     let again = chosen.first().copied().unwrap_or_default();
     chosen.insert(lines / 2, "not json");
+    chosen.insert(lines / 2, "");
     chosen.push(again);
     let written = fs::write(dir.join("prompts.jsonl"), chosen.join("\n") + "\n");
     assert!(written.is_ok(), "prompts.jsonl can't be written");

@@ -336,11 +336,19 @@ pub enum CheckpointError {
         name: String,
     },
     /// No checkpoint in a run directory.
-    #[error("{} holds no complete checkpoint", path.display())]
+    #[error(
+        "{} holds no complete checkpoint: the run_dir of an earlier `trainer fit` is expected",
+        path.display()
+    )]
     None {
         /// The run directory.
         path: PathBuf,
     },
+    /// Nothing is there.
+    #[error(
+        "{} does not exist: a run directory, a checkpoint or an export is expected", .0.display()
+    )]
+    NotThere(PathBuf),
     /// Another process trains in the run directory.
     #[error("{} is in use by another `trainer fit` ({holder})", path.display())]
     Locked {

@@ -325,7 +325,7 @@ impl FitConfig {
                 !data.dataset.as_os_str().is_empty(),
                 "data.dataset",
                 String::new(),
-                "the directory written by `extractor run`",
+                "--dataset DIR, the directory written by `extractor run`",
             ),
             (
                 (0.0..1.0).contains(&data.held_out),
@@ -374,7 +374,7 @@ impl FitConfig {
                 !keep.run_dir.as_os_str().is_empty(),
                 "checkpoint.run_dir",
                 String::new(),
-                "a directory for the run",
+                "--run-dir DIR, a directory for metrics and checkpoints",
             ),
             positive(
                 "checkpoint.checkpoint_every",
@@ -382,11 +382,46 @@ impl FitConfig {
             ),
         ];
         match rules.into_iter().find(|(holds, ..)| !holds) {
-            None => Ok(()),
+            None => self.draft.validate_layout(),
             Some((_, key, value, expected)) => Err(ConfigError::Value {
                 key: key.to_owned(),
                 value,
                 expected: expected.to_owned(),
+            }),
+        }
+    }
+}
+
+impl DraftSection {
+    /// Refuses sizes that the layout would not read: somebody meant something by them.
+    fn validate_layout(&self) -> Result<(), ConfigError> {
+        let (unread, layout) = match self.layout {
+            Layout::Llama => (
+                [
+                    ("draft.q_lora_rank", self.q_lora_rank),
+                    ("draft.kv_lora_rank", self.kv_lora_rank),
+                    ("draft.qk_nope_head_dim", self.qk_nope_head_dim),
+                    ("draft.qk_rope_head_dim", self.qk_rope_head_dim),
+                    ("draft.v_head_dim", self.v_head_dim),
+                ]
+                .to_vec(),
+                "llama",
+            ),
+            Layout::Mla => (
+                [
+                    ("draft.num_key_value_heads", self.num_key_value_heads),
+                    ("draft.head_dim", self.head_dim),
+                ]
+                .to_vec(),
+                "mla",
+            ),
+        };
+        match unread.into_iter().find_map(|(key, value)| Some((key, value?))) {
+            None => Ok(()),
+            Some((key, value)) => Err(ConfigError::Value {
+                key: key.to_owned(),
+                value: value.to_string(),
+                expected: format!("no value, because draft.layout = \"{layout}\" has no such size"),
             }),
         }
     }

@@ -15,10 +15,10 @@ struct Arguments {
     #[command(subcommand)]
     command: Command,
     /// Only warnings and errors on stderr.
-    #[arg(long, global = true)]
+    #[arg(long, global = true, help_heading = "Logging")]
     quiet: bool,
     /// More on stderr.
-    #[arg(long, global = true, conflicts_with = "quiet")]
+    #[arg(long, global = true, conflicts_with = "quiet", help_heading = "Logging")]
     verbose: bool,
 }
 

@@ -48,10 +48,7 @@ impl TrainedDraft {
                 weights: Weights::Export(Box::new(export)),
             });
         }
-        let path = match path.join("checkpoints").is_dir() {
-            true => RunDir::new(path).best()?,
-            false => path.to_owned(),
-        };
+        let path = RunDir::resolve(path)?;
         let checkpoint = Checkpoint::load(&path, Parts::Inference)?;
         let state = &checkpoint.state;
         Ok(Self {

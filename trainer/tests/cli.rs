@@ -82,7 +82,11 @@ fn errors_have_their_exit_codes_and_say_what_to_do() {
         (vec!["fit", "--run-dir", "r"], 78, "data.dataset"),
         (vec!["fit", "--clip", "often"], 78, "train.clip"),
         (vec!["fit", "--resume", text(&missing)], 65, "no complete checkpoint"),
-        (vec!["export", text(&missing), "out"], 65, "BLAKE3SUMS"),
+        (vec!["fit", "--run-dir", "r", "--dataset", ""], 78, "--dataset"),
+        (vec!["export", text(&missing), "out"], 65, "does not exist: a run directory"),
+        (vec!["export", text(dir.path()), "out"], 65, "BLAKE3SUMS"),
+        (vec!["evaluate", text(&missing)], 2, "--dataset"),
+        (vec!["bench", "--tokens", "0"], 2, "--tokens"),
         (vec!["evaluate"], 2, "DRAFT"),
     ] {
         let output = trainer(&args);

@@ -15,10 +15,10 @@ pub(crate) struct AuditArgs {
     /// How much to read again: all, sample or none.
     #[arg(long, default_value = "sample")]
     verify: Verify,
-    /// Set damaged shards aside and have their lines extracted again by the next run.
+    /// Move damaged shards to quarantine/, so that the next run extracts their lines again.
     #[arg(long, requires = "yes")]
     repair: bool,
-    /// Yes, remove the rows of damaged shards.
+    /// Confirms --repair: the rows of damaged shards are removed from the manifest.
     #[arg(long, requires = "repair")]
     yes: bool,
     /// Print the report as one JSON object.
@@ -80,6 +80,13 @@ fn print(report: &AuditReport, out: &mut dyn Write) -> std::io::Result<()> {
         if finding.samples.len() > 5 {
             writeln!(out, "    and {} more (--json lists all)", finding.samples.len() - 5)?;
         }
+    }
+    if !repair::damaged(report).is_empty() {
+        writeln!(
+            out,
+            "to mend: `extractor audit DATASET --verify all --repair --yes` moves damaged shards \
+             to quarantine/, and the next `extractor run` extracts their lines again"
+        )?;
     }
     writeln!(out, "{}", if report.clean() { "clean" } else { "NOT clean" })
 }

@@ -8,7 +8,7 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, ensure};
+use anyhow::Context;
 use extractor::batch::TokenBatch;
 use extractor::target::{
     Compute, Device, EngineOptions, Exchange, FreeMemory, RankGroup, StageTimes, TargetModel,
@@ -18,6 +18,7 @@ use shared::{LayerIndex, TokenSample};
 
 use self::report::Measured;
 use self::shape::Shape;
+use super::Usage;
 
 /// Arguments of `extractor bench`.
 #[derive(Debug, clap::Args)]
@@ -68,12 +69,19 @@ pub(crate) struct BenchArgs {
 
 /// Prints tokens/s, operations a second and where the time goes.
 pub(crate) fn run(args: &BenchArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
-    ensure!(args.seq_len > 0 && args.tokens >= args.seq_len, "--tokens must be at least --seq-len");
-    ensure!(args.repeats > 0, "--repeats must be at least 1");
-    ensure!(
-        args.shape.is_none() || args.device == Device::Cuda,
-        "--shape needs --device cuda; name a --model to measure the CPU"
-    );
+    let (tokens, seq_len) = (args.tokens, args.seq_len);
+    let refused = |text: String| Err(Usage(text).into());
+    if seq_len == 0 || tokens < seq_len {
+        return refused(format!(
+            "--tokens {tokens} is expected to be at least --seq-len {seq_len}, and that at least 1"
+        ));
+    }
+    if args.repeats == 0 {
+        return refused("--repeats 0 measures nothing: at least 1 is expected".into());
+    }
+    if args.shape.is_some() && args.device != Device::Cuda {
+        return refused("--shape needs --device cuda; name a --model to measure the CPU".into());
+    }
     let memory = match args.device {
         Device::Cuda => Some(FreeMemory::watch()?),
         Device::Cpu => None,

@@ -11,6 +11,7 @@ use shared::{
     audit_foreign,
 };
 
+use super::Usage;
 use super::query::print_aligned;
 
 /// Arguments of `extractor inspect`.
@@ -30,7 +31,11 @@ pub(crate) struct InspectArgs {
 pub(crate) fn run(args: &InspectArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
     if args.path.is_dir() {
         let Some(id) = args.sample else {
-            bail!("{} is a directory: name a sample with --sample ID", args.path.display());
+            let path = args.path.display();
+            bail!(Usage(format!(
+                "{path} is a directory: name one of its samples with --sample ID (`extractor query \
+                 {path} samples` lists them), or one of its shards"
+            )));
         };
         return sample(&args.path, id, args.json, out);
     }
@@ -54,8 +59,12 @@ pub(crate) fn run(args: &InspectArgs, out: &mut dyn Write) -> anyhow::Result<boo
 
 fn sample(dir: &Path, id: SampleId, json: bool, out: &mut dyn Write) -> anyhow::Result<bool> {
     let manifest = Manifest::open_read(dir)?;
-    let row =
-        manifest.sample(id)?.with_context(|| format!("sample {id} is not in {}", dir.display()))?;
+    let Some(row) = manifest.sample(id)? else {
+        let path = dir.display();
+        bail!(Usage(format!(
+            "sample {id} is not in {path}; `extractor query {path} samples` lists those that are"
+        )));
+    };
     let path = manifest.dir().shards().join(&row.shard_file);
     let entry = ShardReader::open(&path, &HeaderLimits::SHARD)?.describe(id)?;
     if !json {
@@ -151,7 +160,7 @@ fn size(value: Option<f64>) -> Cell {
 
 #[cfg(test)]
 mod tests {
-    use shared::manifest::{SourceOutcome, SourceRecord};
+    use shared::manifest::{InputFile, SourceOutcome, SourceRecord};
     use shared::{
         CaptureSpec, CapturedSample, Digest, Fingerprint, LayerIndex, LayerState, ShardWriter,
         StateDtype, StateRows, TokenSample, durable,
@@ -190,7 +199,9 @@ mod tests {
             outcome: SourceOutcome::Committed(id),
             truncated: true,
         };
-        manifest.register_input("chats.jsonl", 7, 1, &Digest::of(b"")).unwrap();
+        let (file, digest) = ("chats.jsonl".into(), Digest::of(b""));
+        let input = InputFile { file, lines: 7, blank: 0, bytes: 1, digest };
+        manifest.register_input(&input).unwrap();
         manifest.commit_shard(&writer.seal().unwrap(), &[source]).unwrap();
         id
     }

@@ -8,6 +8,8 @@ use serde_json::{Map, Value};
 use shared::Manifest;
 use shared::manifest::{Cell, Listing, Table};
 
+use super::Usage;
+
 /// Arguments of `extractor query`.
 #[derive(clap::Args)]
 #[command(group = clap::ArgGroup::new("what").required(true).args(["listing", "sql"]))]
@@ -52,7 +54,7 @@ pub(crate) fn run(args: &QueryArgs, out: &mut dyn Write) -> anyhow::Result<bool>
     let table = match (listing, &args.sql) {
         (Some(listing), _) => manifest.list(listing)?,
         (None, Some(sql)) => manifest.query(sql)?,
-        (None, None) => anyhow::bail!("name a listing or give --sql"),
+        (None, None) => anyhow::bail!(Usage("name a listing or give --sql".into())),
     };
     if args.json {
         print_json(&table, out)?;

@@ -9,7 +9,7 @@ use clap::{ArgMatches, Command, FromArgMatches};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-use super::LayerChoice;
+use super::{ExtractConfig, LayerChoice};
 use crate::target::{Compute, Device, Exchange, QaNormEps};
 
 /// The configuration flags, to be flattened into a command's arguments.
@@ -43,12 +43,35 @@ impl ConfigArgs {
 
 impl clap::Args for ConfigArgs {
     fn augment_args(command: Command) -> Command {
-        Flags::augment_args(command)
+        with_defaults(Flags::augment_args(command))
     }
 
     fn augment_args_for_update(command: Command) -> Command {
-        Flags::augment_args_for_update(command)
+        with_defaults(Flags::augment_args_for_update(command))
     }
+}
+
+/// Adds to the help of each flag what holds without it. No default of clap's: it would count as
+/// given and win over the file.
+fn with_defaults(command: Command) -> Command {
+    let sections = serde_json::to_value(ExtractConfig::default()).unwrap_or_default();
+    let sections = sections.as_object().into_iter().flat_map(Map::values);
+    let defaults: BTreeMap<String, String> = sections
+        .filter_map(Value::as_object)
+        .flatten()
+        .filter_map(|(key, value)| match value {
+            Value::String(text) if !text.is_empty() => Some((key.clone(), text.clone())),
+            Value::Number(number) => Some((key.clone(), number.to_string())),
+            _ => None,
+        })
+        .collect();
+    command.mut_args(|arg| match (defaults.get(arg.get_id().as_str()), arg.get_help()) {
+        (Some(default), Some(help)) => {
+            let help = format!("{help} [default: {default}]");
+            arg.help(help)
+        }
+        _ => arg,
+    })
 }
 
 impl FromArgMatches for ConfigArgs {

@@ -132,7 +132,7 @@ impl<'a> Record<'a> {
         plan: &Plan,
     ) -> Result<Self, PipelineError> {
         for input in &plan.inputs {
-            manifest.register_input(&input.file, input.lines, input.bytes, &input.digest)?;
+            manifest.register_input(input)?;
         }
         let Provenance { argv, host, .. } = Provenance::here();
         let config_text = config.to_toml()?;

@@ -24,6 +24,21 @@ pub enum SourceOutcome {
     Rejected(String),
 }
 
+/// One input file, as the manifest registers it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct InputFile {
+    /// The name by which it was given.
+    pub file: String,
+    /// Lines that are not blank; each of them needs an outcome.
+    pub lines: u64,
+    /// Blank lines; line numbers count them too.
+    pub blank: u64,
+    /// Bytes of the file.
+    pub bytes: u64,
+    /// BLAKE3 of the whole file.
+    pub digest: Digest,
+}
+
 /// The outcome of one input line, to be recorded.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct SourceRecord {
@@ -164,31 +179,28 @@ impl Manifest {
 
     /// Says how many lines of an input file must be accounted for. A second call for the same file
     /// replaces the first; lines beyond the new end are forgotten.
-    pub fn register_input(
-        &self,
-        file: &str,
-        lines: u64,
-        bytes: u64,
-        digest: &Digest,
-    ) -> Result<(), ManifestError> {
+    pub fn register_input(&self, input: &InputFile) -> Result<(), ManifestError> {
         self.writable()?;
-        let (lines, bytes) = (signed(lines)?, signed(bytes)?);
+        let InputFile { file, lines, blank, bytes, digest } = input;
+        let (lines, blank, bytes) = (signed(*lines)?, signed(*blank)?, signed(*bytes)?);
+        let end = lines.checked_add(blank).ok_or(ManifestError::TooLarge(input.lines))?;
         self.with("registering an input", async |conn| {
             let mut transaction = conn.begin_with("BEGIN IMMEDIATE").await?;
             sqlx::query(
-                "INSERT INTO input (file, lines, bytes, digest) VALUES (?, ?, ?, ?) ON CONFLICT \
-                 (file) DO UPDATE SET lines = excluded.lines, bytes = excluded.bytes, \
-                 digest = excluded.digest",
+                "INSERT INTO input (file, lines, blank, bytes, digest) VALUES (?, ?, ?, ?, ?) \
+                 ON CONFLICT (file) DO UPDATE SET lines = excluded.lines, \
+                 blank = excluded.blank, bytes = excluded.bytes, digest = excluded.digest",
             )
             .bind(file)
             .bind(lines)
+            .bind(blank)
             .bind(bytes)
             .bind(digest.0.to_vec())
             .execute(&mut *transaction)
             .await?;
             sqlx::query("DELETE FROM source WHERE file = ? AND line > ?")
                 .bind(file)
-                .bind(lines)
+                .bind(end)
                 .execute(&mut *transaction)
                 .await?;
             transaction.commit().await

@@ -15,7 +15,7 @@ use crate::shard::FORMAT_VERSION;
 
 /// "AERI".
 const APPLICATION_ID: u32 = 0x4145_5249;
-const LATEST: i64 = 3;
+const LATEST: i64 = 4;
 static MIGRATIONS: Migrator = sqlx::migrate!("../migrations");
 
 pub(super) fn sql(doing: &'static str) -> impl FnOnce(sqlx::Error) -> ManifestError {

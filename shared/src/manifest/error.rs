@@ -17,7 +17,10 @@ use crate::shard::ShardId;
 #[derive(Debug, Error)]
 pub enum ManifestError {
     /// No data set there.
-    #[error("{} is no data set: it has no manifest.sqlite", .0.display())]
+    #[error(
+        "{} is no data set: it has no manifest.sqlite; name the directory that `extractor run` \
+         wrote (its --dataset)", .0.display()
+    )]
     Missing(PathBuf),
     /// Another writer holds the data set.
     #[error(

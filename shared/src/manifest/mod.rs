@@ -24,7 +24,7 @@ use sqlx::Connection;
 use sqlx::sqlite::SqliteConnection;
 use tokio::runtime::{Builder, Handle, Runtime};
 
-pub use commit::{RunEnd, RunId, RunStart, SourceOutcome, SourceRecord, SourceRow};
+pub use commit::{InputFile, RunEnd, RunId, RunStart, SourceOutcome, SourceRecord, SourceRow};
 pub use error::ManifestError;
 pub use failures::Failure;
 pub(crate) use lock::is_held;
@@ -62,8 +62,8 @@ impl Manifest {
     /// Opens a data set for its one writer, and creates it when it is not there.
     ///
     /// Refuses a second writer (73), other settings than those its samples were made with (78) and
-    /// damage (65). Removes what a killed run left in `shards/`: a file that the manifest does not know
-    /// has no recorded digest, so taking it over would be faith.
+    /// damage (65). Removes what a killed run left in `shards/`: a file that the manifest does not
+    /// know has no recorded digest, so taking it over would be faith.
     pub fn open_for_write(
         dir: &Path,
         fingerprint: &Fingerprint,
@@ -101,9 +101,7 @@ impl Manifest {
                     if connect::is_empty(&mut conn).await? =>
                 {
                     for change in changes {
-                        tracing::info!(
-                            "nothing is committed yet, so settings may change: {change}"
-                        );
+                        tracing::info!("no sample is committed yet: {change}");
                     }
                     remove_target(dir)?;
                     connect::settle_anew(&mut conn, &path, fingerprint, spec).await?;

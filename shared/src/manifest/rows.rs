@@ -175,10 +175,16 @@ impl Manifest {
             )
             .fetch_one(&mut *conn)
             .await?;
-            let pending: i64 = sqlx::query_scalar(
+            // A manifest of an earlier version that is only read does not know of blank lines.
+            let column = "SELECT 1 FROM pragma_table_info('input') WHERE name = 'blank'";
+            let knows_blank = sqlx::query(column).fetch_optional(&mut *conn).await?.is_some();
+            let pending: i64 = sqlx::query_scalar(if knows_blank {
+                "SELECT coalesce(sum(lines - (SELECT count(*) FROM source WHERE source.file = \
+                 input.file AND line BETWEEN 0 AND input.lines + input.blank)), 0) FROM input"
+            } else {
                 "SELECT coalesce(sum(lines - (SELECT count(*) FROM source WHERE \
-                 source.file = input.file AND line BETWEEN 0 AND input.lines)), 0) FROM input",
-            )
+                 source.file = input.file AND line BETWEEN 0 AND input.lines)), 0) FROM input"
+            })
             .fetch_one(&mut *conn)
             .await?;
             Ok(Conservation {

@@ -190,7 +190,10 @@ pub enum ShardError {
         source: ContractError,
     },
     /// The file's bytes are not those that were sealed.
-    #[error("{}: digest {found}, sealed as {expected}: bytes changed on disk", path.display())]
+    #[error(
+        "{}: digest {found}, sealed as {expected}: bytes changed on disk (`extractor audit DATASET \
+         --verify all --repair --yes` sets the shard aside for the next run)", path.display()
+    )]
     Digest {
         /// The file.
         path: PathBuf,

@@ -6,6 +6,7 @@ pub mod volatile;
 
 use std::path::Path;
 
+use shared::manifest::InputFile;
 use shared::*;
 
 pub fn tempdir() -> tempfile::TempDir {
@@ -70,6 +71,12 @@ pub fn seal(
     writer.seal().unwrap()
 }
 
+/// An input of so many lines, none of them blank.
+pub fn input(lines: u64) -> InputFile {
+    let digest = Digest::of(&lines.to_le_bytes());
+    InputFile { file: "prompts.jsonl".into(), lines, blank: 0, bytes: 10, digest }
+}
+
 pub fn source(line: u64, outcome: SourceOutcome) -> SourceRecord {
     SourceRecord {
         file: "prompts.jsonl".into(),
@@ -92,7 +99,7 @@ pub fn committed(samples: &[CapturedSample], first_line: u64) -> Vec<SourceRecor
 pub fn build(dir: &Path, spec: &CaptureSpec, samples: &[CapturedSample]) {
     let manifest = Manifest::open_for_write(dir, &fingerprint(), spec).unwrap();
     let lines = samples.len() as u64;
-    manifest.register_input("prompts.jsonl", lines, 10, &Digest::of(b"input")).unwrap();
+    manifest.register_input(&input(lines)).unwrap();
     let id = manifest.next_shard_id().unwrap();
     let sealed = seal(dir, id, spec, samples);
     manifest.commit_shard(&sealed, &committed(samples, 1)).unwrap();
@@ -102,7 +109,7 @@ pub fn build(dir: &Path, spec: &CaptureSpec, samples: &[CapturedSample]) {
 pub fn run(dir: &DatasetDir, samples: &[CapturedSample]) -> Result<(), Box<dyn std::error::Error>> {
     let spec = spec(StateDtype::Bf16);
     let manifest = Manifest::open_for_write_in(dir, &fingerprint(), &spec)?;
-    manifest.register_input("prompts.jsonl", samples.len() as u64, 9, &Digest::of(b"i"))?;
+    manifest.register_input(&input(samples.len() as u64))?;
     let done = manifest.committed_samples()?;
     let sources = committed(samples, 1);
     let missing: Vec<usize> =

@@ -155,6 +155,17 @@ impl RunDir {
         Ok(state.best.map_or(latest, |best| self.checkpoint(best.step)))
     }
 
+    /// The checkpoint that `path` names: itself, or the best one of a run directory.
+    pub fn resolve(path: &Path) -> Result<PathBuf, CheckpointError> {
+        if !path.exists() {
+            return Err(CheckpointError::NotThere(path.to_owned()));
+        }
+        match path.join("checkpoints").is_dir() {
+            true => Self::new(path).best(),
+            false => Ok(path.to_owned()),
+        }
+    }
+
     /// Removes all but the `keep` newest checkpoints and the best one.
     pub fn prune(&self, keep: usize, best: Option<Best>) -> Result<(), CheckpointError> {
         let steps = self.steps()?;

@@ -17,6 +17,7 @@ use trainer::{
     TrainBatch, TttOptions, ttt_step,
 };
 
+use super::Usage;
 use super::device::{DeviceArgs, Place, parse_compute};
 
 type B = Autodiff<Flex>;
@@ -146,6 +147,9 @@ impl BenchArgs {
 
 /// Prints times, rates and the share of the speed of a plain product.
 pub(crate) fn run(args: &BenchArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
+    if args.tokens == 0 || args.steps == 0 {
+        return Err(Usage("--tokens and --steps are expected to be at least 1".into()).into());
+    }
     let (place, dtype, world) = args.device.open_in_world(args.compute, "bench")?;
     let passed = match place {
         Place::Cpu => run_cpu(args, out),

@@ -7,6 +7,7 @@ use anyhow::{Context, bail};
 use burn::backend::Flex;
 use burn::tensor::FloatDType;
 use serde::Serialize;
+use shared::LayerIndex;
 use trainer::FrozenTarget;
 use trainer::acceptance::{Acceptance, Evaluation, EvaluationPlan, chain_acceptance, evaluate};
 use trainer::config::FitConfig;
@@ -16,6 +17,7 @@ use trainer::live::LiveCounts;
 use trainer::target::TargetHead;
 use trainer::trained::TrainedDraft;
 
+use super::Usage;
 use super::live::LiveArgs;
 
 /// Measure how many drafted tokens the target would accept.
@@ -28,7 +30,7 @@ pub(crate) struct EvaluateArgs {
     #[arg(long, value_name = "DIR", conflicts_with = "path")]
     draft: Option<PathBuf>,
     /// Data set written by `extractor run`.
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", required_unless_present = "live")]
     dataset: Option<PathBuf>,
     /// Only the samples kept out of training (the default).
     #[arg(long, conflicts_with = "all")]
@@ -80,14 +82,14 @@ struct ChainsReport {
 /// Prints acceptance by depth.
 pub(crate) fn run(args: &EvaluateArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
     let Some(draft) = args.path.as_ref().or(args.draft.as_ref()) else {
-        bail!("a draft is needed: a run, checkpoint or export directory");
+        bail!(Usage("a draft is needed: a run, checkpoint or export directory".into()));
     };
     let trained = TrainedDraft::open(draft)?;
     if args.live.live {
         return super::live::run(&args.live, &trained, args.json, out);
     }
     let Some(dataset) = &args.dataset else {
-        bail!("--dataset DIR is needed: the data set written by `extractor run`");
+        bail!(Usage("--dataset DIR is needed: the data set written by `extractor run`".into()));
     };
     let recorded = Recorded::open(args, &trained, dataset)?;
     if !args.chain.is_empty() {
@@ -120,10 +122,15 @@ impl Recorded {
         let layers = &dataset.spec().layers;
         let aux = layers.get(..layers.len().saturating_sub(1)).unwrap_or_default();
         if aux != trained.aux_layers {
-            bail!(
-                "the draft reads layers {:?}, the data set holds {aux:?}: record the draft's",
-                trained.aux_layers
-            );
+            let list = |layers: &[LayerIndex]| {
+                layers.iter().map(LayerIndex::to_string).collect::<Vec<_>>().join(",")
+            };
+            bail!(Usage(format!(
+                "the draft reads the states of layers {}, the data set holds {} before its last: \
+                 name a data set that was extracted with the draft's layers",
+                list(&trained.aux_layers),
+                list(aux)
+            )));
         }
         let config = trained.config.clone().unwrap_or_default();
         let fingerprint = dataset.fingerprint().to_string();
@@ -136,7 +143,7 @@ impl Recorded {
             false => split.held_out,
         };
         if indices.is_empty() {
-            bail!("no sample is held out: give --held-out-share, or --all");
+            bail!(Usage("no sample is held out: give --held-out-share, or --all".into()));
         }
         let head = TargetHead::load(&dataset.dir().target())?;
         let place = (&Default::default(), FloatDType::F32);

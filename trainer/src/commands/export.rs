@@ -65,10 +65,7 @@ enum EngineName {
 
 /// Exports and prints what was written and how to serve it.
 pub(crate) fn run(args: &ExportArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
-    let path = match args.checkpoint.join("checkpoints").is_dir() {
-        true => RunDir::new(&args.checkpoint).best()?,
-        false => args.checkpoint.clone(),
-    };
+    let path = RunDir::resolve(&args.checkpoint)?;
     let checkpoint = Checkpoint::load(&path, Parts::Inference)?;
     let embeddings = match &args.dataset {
         Some(dataset) if args.with_embeddings => {

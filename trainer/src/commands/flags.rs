@@ -7,9 +7,14 @@ use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
 use trainer::config::keys::{KEYS, Kind};
 use trainer::config::{ConfigError, Override, Resolved};
 
-/// Flag and heading of each key: clap keeps references for the whole run.
-static TEXTS: LazyLock<Vec<(String, String)>> = LazyLock::new(|| {
-    KEYS.iter().map(|key| (key.name.replace('_', "-"), format!("[{}]", key.section))).collect()
+/// Flag, heading and help of each key: clap keeps references for the whole run.
+static TEXTS: LazyLock<Vec<[String; 3]>> = LazyLock::new(|| {
+    let texts = KEYS.iter().map(|key| {
+        let default = Resolved::default_of(key).map(|text| format!(" [default: {text}]"));
+        let help = format!("{}{}", key.help, default.unwrap_or_default());
+        [key.name.replace('_', "-"), format!("[{}]", key.section), help]
+    });
+    texts.collect()
 });
 
 /// The configuration file and the flags given beside it.
@@ -50,10 +55,11 @@ impl Args for ConfigFlags {
             .value_name("FILE")
             .value_parser(clap::value_parser!(PathBuf))
             .help("TOML file with the keys below; flags win over it");
-        KEYS.iter().zip(TEXTS.iter()).fold(command.arg(file), |command, (key, (flag, heading))| {
+        KEYS.iter().zip(TEXTS.iter()).fold(command.arg(file), |command, (key, text)| {
+            let [flag, heading, help] = text;
             let arg = Arg::new(key.name)
                 .long(flag.as_str())
-                .help(key.help)
+                .help(help.as_str())
                 .help_heading(heading.as_str());
             command.arg(match key.kind {
                 // `--fc-norm` alone means true, `--fc-norm false` turns it off again.
@@ -61,6 +67,7 @@ impl Args for ConfigFlags {
                 Kind::Number => arg.value_name("N").allow_negative_numbers(true),
                 Kind::List => arg.value_name("N,N"),
                 Kind::Text => arg.value_name("TEXT"),
+                Kind::Dir => arg.value_name("DIR"),
             })
         })
     }

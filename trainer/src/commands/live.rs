@@ -18,6 +18,8 @@ use trainer::live::{
 };
 use trainer::trained::TrainedDraft;
 
+use super::Usage;
+
 /// Settings of live decoding.
 #[derive(clap::Args)]
 pub(crate) struct LiveArgs {
@@ -86,12 +88,15 @@ pub(crate) fn run(
     out: &mut dyn Write,
 ) -> anyhow::Result<bool> {
     let (Some(model), Some(path)) = (&args.model, &args.prompts) else {
-        bail!("--live needs --model DIR and --prompts FILE");
+        bail!(Usage("--live needs --model DIR and --prompts FILE".into()));
     };
     let encoder = Encoder::load(model, EncodeOptions::default())?;
     let prompts = read_prompts(path, &encoder, args.limit)?;
     if prompts.is_empty() {
-        bail!("{} holds no prompt", path.display());
+        bail!(Usage(format!(
+            "{} holds no prompt: one JSON object a line is expected",
+            path.display()
+        )));
     }
     let mut target = target::open(&EngineOptions {
         tp: args.tp,

@@ -31,6 +31,18 @@ use trainer::world::WorldError;
 #[error("stopped by a signal after a checkpoint; `trainer fit --resume RUN` continues")]
 pub(crate) struct Stopped;
 
+/// Arguments that are each well formed but do not go together.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub(crate) struct Usage(pub(crate) String);
+
+impl Usage {
+    /// 2, as of arguments that clap refuses.
+    pub(crate) fn exit_code(&self) -> u8 {
+        2
+    }
+}
+
 /// Exit code of the outermost error that knows one; 70 otherwise.
 pub(crate) fn exit_code(error: &anyhow::Error) -> u8 {
     error.chain().find_map(code).unwrap_or(70)
@@ -45,6 +57,7 @@ fn code(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
     let io = error.downcast_ref::<std::io::Error>().map(|_| 74);
     let stopped = error.downcast_ref::<Stopped>().map(|_| EXIT_STOPPED);
     first_of!(
+        Usage,
         FitError,
         CheckpointError,
         ConfigError,

@@ -4,8 +4,10 @@
 /// What a flag's text stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Text, a path or one of a few words.
+    /// One of a few words.
     Text,
+    /// A directory.
+    Dir,
     /// A whole or real number.
     Number,
     /// `true` or `false`.
@@ -37,12 +39,12 @@ const fn free(key: Key) -> Key {
     Key { may_change: true, ..key }
 }
 
-use Kind::{Bool, List, Number, Text};
+use Kind::{Bool, Dir, List, Number, Text};
 
 /// Every key, in the order of the structs.
 #[rustfmt::skip]
 pub const KEYS: &[Key] = &[
-    free(key("data", "dataset", Text, "directory written by `extractor run`")),
+    free(key("data", "dataset", Dir, "directory written by `extractor run`")),
     key("data", "held_out", Number, "share of the samples kept out of training, decided by \
         sample id"),
     key("data", "max_tokens", Number, "tokens of one packed batch; a longer sample is a batch \
@@ -104,7 +106,7 @@ pub const KEYS: &[Key] = &[
     key("train", "compute", Text, "f32, bf16, or auto: f32 on the CPU and bf16 on CUDA"),
     free(key("train", "activations", Text, "keep, recompute (gate and up of the MLP again in the \
         backward pass), or auto: by the memory of the device")),
-    free(key("checkpoint", "run_dir", Text, "directory of the run: metrics and checkpoints")),
+    free(key("checkpoint", "run_dir", Dir, "directory of the run: metrics and checkpoints")),
     free(key("checkpoint", "checkpoint_every", Number, "optimizer steps between checkpoints")),
     free(key("checkpoint", "keep_last", Number, "newest checkpoints kept, beside the best")),
     free(key("checkpoint", "eval_every", Number, "optimizer steps between evaluations on \

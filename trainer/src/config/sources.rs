@@ -45,7 +45,7 @@ impl Override {
     fn value(&self) -> Result<Value, ConfigError> {
         let text = self.text.trim();
         let parsed = match self.key.kind {
-            Kind::Text => Some(Value::String(self.text.clone())),
+            Kind::Text | Kind::Dir => Some(Value::String(self.text.clone())),
             Kind::Bool => text.parse().ok().map(Value::Boolean),
             Kind::Number => number(text),
             Kind::List if text.is_empty() => Some(Value::Array(Vec::new())),
@@ -109,6 +109,14 @@ impl Resolved {
             origins.insert(format!("{}.{}", flag.key.section, flag.key.name), Origin::Flag);
         }
         Ok(Self { config: decode(&merged, "the command line")?, origins })
+    }
+
+    /// The built-in value of a key as TOML; `None` where the target decides, or the user has to.
+    pub fn default_of(key: &Key) -> Option<String> {
+        let values = flatten(&table(&FitConfig::default()));
+        let value = values.get(&format!("{}.{}", key.section, key.name))?;
+        let text = value.trim_matches(['"', '[', ']']);
+        Some(text.to_owned()).filter(|text| !text.is_empty())
     }
 
     /// The whole configuration as TOML, each key with its meaning and origin as a comment.
@@ -244,11 +252,11 @@ pub enum ConfigError {
         message: String,
     },
     /// A value outside its range.
-    #[error("`{key}` is `{value}`: expected {expected}")]
+    #[error("`{key}` is {}: expected {expected}", shown(value))]
     Value {
         /// Key path.
         key: String,
-        /// The value given.
+        /// The value given; empty where there is none.
         value: String,
         /// What is allowed.
         expected: String,
@@ -257,6 +265,10 @@ pub enum ConfigError {
     #[error("the run was started with other settings; use a new run_dir, or the stored \
         values:\n  {}", list(.0))]
     Changed(Vec<FieldChange>),
+}
+
+fn shown(value: &str) -> String {
+    if value.is_empty() { "not set".to_owned() } else { format!("`{value}`") }
 }
 
 fn list(changes: &[FieldChange]) -> String {
@@ -387,5 +399,11 @@ mod tests {
         config.data.held_out = 0.1;
         config.train.lr = f64::NAN;
         assert!(config.validate().unwrap_err().to_string().contains("train.lr"));
+        config.train.lr = 0.1;
+        config.draft.q_lora_rank = Some(48);
+        let error = config.validate().unwrap_err().to_string();
+        assert!(error.contains("draft.q_lora_rank` is `48`") && error.contains("llama"), "{error}");
+        config.draft.layout = crate::config::Layout::Mla;
+        config.validate().unwrap();
     }
 }
