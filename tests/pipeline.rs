@@ -92,6 +92,26 @@ fn conversations_become_a_draft_that_both_engines_load() {
 }
 
 #[test]
+fn a_batch_larger_than_a_shard_goes_into_several() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let (prompts, model, limit) = (prompts(dir, 12), model(), 400_000);
+    let args = ["run", "--model", &model, "--prompts", &prompts, "--dataset", "ds"];
+    let sizes = ["--max-tokens", "256", "--batch-tokens", "100000", "--shard-bytes"];
+    extractor(dir, &[&args[..], &sizes, &[&limit.to_string()]].concat()).expect_code(0);
+    let shards = extractor(dir, &["query", "ds", "shards", "--json"]).expect_code(0).stdout;
+    // A shard is sealed a quarter above the wanted size; then it holds part of one more sample:
+    // 256 tokens of four layers of 128 values in bf16, its ids and mask, and its header.
+    let most = limit + limit / 4 + 256 * (4 * 128 * 2 + 5) + 10_000;
+    let bytes: Vec<u64> = shards
+        .lines()
+        .map(|line| serde_json::from_str::<Value>(line).unwrap()["bytes"].as_u64().unwrap())
+        .collect();
+    assert!(bytes.len() > 2 && bytes.iter().all(|&bytes| bytes < most), "{bytes:?}");
+    extractor(dir, &["audit", "ds", "--verify", "all"]).expect_code(0);
+}
+
+#[test]
 fn a_second_run_does_only_what_is_missing() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();

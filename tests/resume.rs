@@ -92,6 +92,33 @@ fn each_setting_that_decides_the_bytes_is_refused_with_both_values() {
 }
 
 #[test]
+fn a_run_that_failed_before_its_first_sample_does_not_bind_the_next_one() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path();
+    small::write_prompts(dir, 6);
+    let failed = again(dir, &["--tp", "3", "--max-tokens", "80"]);
+    assert_ne!(failed.code, 0, "3 ranks can't share its heads: {failed:?}");
+    again(dir, &["--tp", "2"]).expect_code(0);
+    small::assert_clean(dir, "ds");
+    again(dir, &["--tp", "4"]).expect_code(78);
+}
+
+#[test]
+fn a_line_that_changed_since_its_run_is_named() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path();
+    small::write_prompts(dir, 6);
+    small::run(dir, "ds").expect_code(0);
+    let path = dir.join("prompts.jsonl");
+    let changed =
+        fs::read_to_string(&path).unwrap().replacen("\"content\": \"", "\"content\": \"x", 1);
+    fs::write(&path, changed).unwrap();
+    let refused = small::run(dir, "ds").expect_code(65);
+    assert!(refused.stderr.contains("prompts.jsonl:1 changed since"), "{refused:?}");
+    small::assert_clean(dir, "ds");
+}
+
+#[test]
 fn settings_that_decide_no_bytes_may_change_and_are_recorded() {
     let home = tempfile::tempdir().unwrap();
     let dir = home.path();

@@ -6,9 +6,9 @@ mod report;
 mod tests;
 mod writer;
 
-use std::error::Error;
 use std::time::{Duration, Instant};
 
+use shared::error_chain::in_words;
 use shared::manifest::Manifest;
 
 use self::attempts::{Attempts, Opener};
@@ -119,10 +119,4 @@ fn extract(
         progress.advance(tokens, target_s, disk_s);
     }
     Ok(None)
-}
-
-/// An error with all its causes.
-fn in_words(error: &(dyn Error + 'static)) -> String {
-    let causes = std::iter::successors(Some(error), |&error| error.source());
-    causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
 }

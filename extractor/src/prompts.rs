@@ -288,7 +288,7 @@ impl RawLine {
         let row = serde_json::from_str(text).map_err(|error: serde_json::Error| {
             // The parser sees one line, so its line number would mislead.
             let detail = error.to_string().replace(" at line 1 column ", ", at byte ");
-            Fault::new(RejectReason::BadJson, detail)
+            Fault::new(RejectReason::BadJson, format!("one JSON object is expected: {detail}"))
         })?;
         Body::parse(row)
     }

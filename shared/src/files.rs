@@ -44,8 +44,6 @@ pub trait Files: Debug + Send + Sync {
     fn remove_dir(&self, path: &Path) -> io::Result<()>;
     /// Names in a directory, sorted.
     fn list(&self, path: &Path) -> io::Result<Vec<OsString>>;
-    /// Bytes that an ordinary user may still write on the file system of `path`.
-    fn free_bytes(&self, path: &Path) -> io::Result<u64>;
 }
 
 /// The real file system.
@@ -105,10 +103,5 @@ impl Files for RealFiles {
             .collect::<io::Result<Vec<_>>>()?;
         names.sort();
         Ok(names)
-    }
-
-    fn free_bytes(&self, path: &Path) -> io::Result<u64> {
-        let stat = rustix::fs::statvfs(path)?;
-        Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
     }
 }

@@ -13,6 +13,7 @@ pub mod contract;
 pub mod diagnosis;
 pub mod digest;
 pub mod durable;
+pub mod error_chain;
 pub mod files;
 pub mod fingerprint;
 pub mod finite;

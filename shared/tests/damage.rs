@@ -234,3 +234,32 @@ fn fp8_codes_and_scales_that_no_state_gives_are_noticed() {
 fn words_of(read: Result<CapturedSample, ShardError>) -> String {
     words(&read.unwrap_err())
 }
+
+/// A sample whose two layers hold these values.
+fn layers(spec: &CaptureSpec, values: [f32; 2]) -> CapturedSample {
+    let sample = tokens(2, values[0].to_bits().into());
+    let state = |(&layer, value): (&LayerIndex, f32)| {
+        let rows = vec![value; 2 * spec.hidden_size];
+        let rows = StateRows::from_f32(&rows, spec.hidden_size, spec.dtype);
+        LayerState { layer, shape: vec![2, spec.hidden_size], rows }
+    };
+    let states = spec.layers.iter().zip(values).map(state).collect();
+    CapturedSample::new(sample, spec, states, &[2]).unwrap()
+}
+
+#[test]
+fn layers_of_zeros_and_equal_layers_are_noted() {
+    let (dir, spec) = (tempdir(), spec(StateDtype::Bf16));
+    let samples = [layers(&spec, [1.0, 2.0]), layers(&spec, [3.0, 3.0]), layers(&spec, [5.0, 0.0])];
+    build(dir.path(), &spec, &samples);
+    let report = audit(dir.path(), Verify::All).unwrap();
+    assert!(report.clean(), "suspicions are notes: {:?}", report.findings);
+    for (sample, words) in [(&samples[1], "have equal rms"), (&samples[2], "holds only zeros")] {
+        let about = |found: &&Finding| found.samples == [sample.sample().id()];
+        let found: Vec<&Finding> = report.findings.iter().filter(about).collect();
+        assert_eq!(found.len(), 1, "{:?}", report.findings);
+        assert_eq!(found[0].kind, FindingKind::Suspicious);
+        assert!(found[0].detail.contains(words), "{}", found[0].detail);
+    }
+    assert_eq!(report.findings.len(), 2);
+}

@@ -109,10 +109,13 @@ pub fn evaluate<B: DraftOps>(
 ) -> Result<Evaluation, EvaluateError> {
     let mut total = TttMetrics::default();
     let mut by_length = Vec::new();
-    let bucket_of = |at: usize| BUCKETS.partition_point(|&end| end < dataset.samples()[at].tokens);
     for bucket in 0..=BUCKETS.len() {
-        let members: Vec<usize> =
-            what.indices.iter().copied().filter(|&at| bucket_of(at) == bucket).collect();
+        let members: Vec<usize> = what
+            .indices
+            .iter()
+            .copied()
+            .filter(|&at| bucket_of(dataset.samples()[at].tokens) == bucket)
+            .collect();
         if members.is_empty() {
             continue;
         }
@@ -127,6 +130,11 @@ pub fn evaluate<B: DraftOps>(
     }
     let all = Acceptance::from_metrics(&total);
     Ok(Evaluation { samples: what.indices.len(), all, by_length })
+}
+
+/// Which bucket a sample of so many tokens is in.
+fn bucket_of(tokens: usize) -> usize {
+    BUCKETS.partition_point(|&end| end < tokens)
 }
 
 fn run_samples<B: DraftOps>(
@@ -174,6 +182,11 @@ impl EvaluateError {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_sample_as_long_as_a_bucket_reaches_is_in_it() {
+        assert_eq!([1, 256, 257, 1024, 16384, 16385].map(bucket_of), [0, 0, 1, 1, 3, 4]);
+    }
 
     #[test]
     fn rates_and_lengths_follow_from_the_counts() {

@@ -280,7 +280,7 @@ fn read_checked(
 #[derive(Debug, Error)]
 pub enum CheckpointError {
     /// The operating system refused.
-    #[error("{}", path.display())]
+    #[error("reading or writing {}", path.display())]
     Io {
         /// The file.
         path: PathBuf,

@@ -3,7 +3,7 @@
 
 use crate::batch::BatchTokens;
 use crate::draft::{AttentionConfig, DraftConfig};
-use crate::masks::{Layout, RowPlan};
+use crate::masks::{Documents, RowPlan};
 use crate::ops::Activations;
 use crate::plan::{distinct, given_tokens};
 
@@ -91,9 +91,9 @@ pub fn products(
 
 /// Teacher states that rows are compared with.
 fn states(tokens: &BatchTokens, rows: &RowPlan) -> usize {
-    let layout = Layout::new(tokens);
+    let documents = Documents::new(tokens);
     let of_step = |(step, need): (usize, &Vec<u32>)| {
-        let slot = |&row: &u32| layout.ahead(row as usize, 1 + step).unwrap_or(layout.rows());
+        let slot = |&row: &u32| documents.ahead(row as usize, 1 + step).unwrap_or(documents.rows());
         need.iter().map(|row| slot(row) as u32).collect::<Vec<_>>()
     };
     distinct(rows.need.iter().enumerate().flat_map(of_step)).len()

@@ -1,5 +1,5 @@
-//! What is minimised on a trained row. With the teacher's distribution `p` over the draft
-//! vocabulary, `p'` the same renormalised, and the draft's `q`, both softmaxes at temperature 1.
+//! What is minimised on a trained row. `p` is the teacher's softmax over the target vocabulary,
+//! taken at the draft's ids; `p'` is `p` renormalised; `q` is the draft's softmax. Temperature 1.
 
 /// Distance between the teacher's distribution over the draft vocabulary and the draft's.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]

@@ -33,12 +33,12 @@ pub struct RowMasks {
 }
 
 /// Rows of a packed batch with the document each belongs to.
-pub struct Layout<'a> {
+pub struct Documents<'a> {
     offsets: &'a [usize],
     document: Vec<usize>,
 }
 
-impl<'a> Layout<'a> {
+impl<'a> Documents<'a> {
     /// Finds the document of every row.
     pub fn new(tokens: &'a BatchTokens) -> Self {
         let offsets = tokens.doc_offsets();
@@ -74,22 +74,23 @@ pub fn row_masks(
     mode: MaskMode,
     known_top: &[bool],
 ) -> RowMasks {
-    let layout = Layout::new(tokens);
+    let documents = Documents::new(tokens);
     match mode {
         MaskMode::Chain => {
-            let in_loss = chain_masks(tokens, &layout, steps);
+            let in_loss = chain_masks(tokens, &documents, steps);
             RowMasks { counted: in_loss.clone(), in_loss }
         }
         MaskMode::Specforge { zero_last_mask } => {
             let trained = |row: usize| {
-                tokens.loss_mask()[row] && !(zero_last_mask && row + 1 == layout.span(row).end)
+                tokens.loss_mask()[row] && !(zero_last_mask && row + 1 == documents.span(row).end)
             };
-            let counted =
-                masks(&layout, steps, |row, step| layout.ahead(row, step).is_some_and(trained));
-            let in_loss = masks(&layout, steps, |row, step| {
+            let counted = masks(&documents, steps, |row, step| {
+                documents.ahead(row, step).is_some_and(trained)
+            });
+            let in_loss = masks(&documents, steps, |row, step| {
                 // The row itself is inside whenever it counts; the state it is compared with may
                 // be the zero state past the end.
-                let state = layout.ahead(row, 1 + step).unwrap_or(layout.rows());
+                let state = documents.ahead(row, 1 + step).unwrap_or(documents.rows());
                 counted[step][row] && known_top[state]
             });
             RowMasks { in_loss, counted }
@@ -97,22 +98,26 @@ pub fn row_masks(
     }
 }
 
-fn masks(layout: &Layout<'_>, steps: usize, rule: impl Fn(usize, usize) -> bool) -> Vec<Vec<bool>> {
-    let of_step = |step| (0..layout.rows()).map(|row| rule(row, step)).collect();
+fn masks(
+    documents: &Documents<'_>,
+    steps: usize,
+    rule: impl Fn(usize, usize) -> bool,
+) -> Vec<Vec<bool>> {
+    let of_step = |step| (0..documents.rows()).map(|row| rule(row, step)).collect();
     (0..steps).map(of_step).collect()
 }
 
 /// A row counts at step `k` when at least `k + 2` trained tokens follow it without a gap.
-fn chain_masks(tokens: &BatchTokens, layout: &Layout<'_>, steps: usize) -> Vec<Vec<bool>> {
-    let mut run = vec![0; layout.rows()];
-    for row in (0..layout.rows()).rev() {
-        if let Some(next) = layout.ahead(row, 1)
+fn chain_masks(tokens: &BatchTokens, documents: &Documents<'_>, steps: usize) -> Vec<Vec<bool>> {
+    let mut run = vec![0; documents.rows()];
+    for row in (0..documents.rows()).rev() {
+        if let Some(next) = documents.ahead(row, 1)
             && tokens.loss_mask()[next]
         {
             run[row] = run[next] + 1;
         }
     }
-    masks(layout, steps, |row, step| run[row] >= step + 2)
+    masks(documents, steps, |row, step| run[row] >= step + 2)
 }
 
 /// Rows to compute, each list ascending.
@@ -134,8 +139,8 @@ impl RowPlan {
     /// The rows the loss can see: at step `k` those trained at `k` or later, and for step-0 keys
     /// every row up to the last of these in its document.
     pub fn sparse(tokens: &BatchTokens, masks: &RowMasks) -> Self {
-        let layout = Layout::new(tokens);
-        let mut needed = vec![false; layout.rows()];
+        let documents = Documents::new(tokens);
+        let mut needed = vec![false; documents.rows()];
         let mut need = Vec::new();
         for in_loss in masks.in_loss.iter().rev() {
             needed.iter_mut().zip(in_loss).for_each(|(needed, &row)| *needed |= row);
@@ -143,8 +148,8 @@ impl RowPlan {
         }
         need.reverse();
         let mut base = needed;
-        for row in (0..layout.rows()).rev() {
-            if let Some(next) = layout.ahead(row, 1) {
+        for row in (0..documents.rows()).rev() {
+            if let Some(next) = documents.ahead(row, 1) {
                 base[row] |= base[next];
             }
         }
@@ -216,9 +221,9 @@ mod tests {
                 let expected: Vec<u32> = (0..tokens.rows() as u32).filter(needed).collect();
                 prop_assert_eq!(&plan.need[step], &expected);
             }
-            let layout = Layout::new(&tokens);
+            let documents = Documents::new(&tokens);
             let seen = |&row: &u32| {
-                let document = row as usize..layout.span(row as usize).end;
+                let document = row as usize..documents.span(row as usize).end;
                 plan.need[0].iter().any(|&query| document.contains(&(query as usize)))
             };
             let expected: Vec<u32> = (0..tokens.rows() as u32).filter(seen).collect();

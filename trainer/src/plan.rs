@@ -4,7 +4,7 @@
 use burn::tensor::backend::Backend;
 
 use crate::batch::BatchTokens;
-use crate::masks::{Layout, RowPlan};
+use crate::masks::{Documents, RowPlan};
 use crate::ops::{AttentionPlan, RotaryTable, RowIndex, Segment};
 
 /// What one step works on.
@@ -53,9 +53,9 @@ pub(crate) fn plan_batch<B: Backend>(
     table: RotaryTable<B>,
 ) -> BatchPlan<B> {
     let device = &table.cos.device();
-    let layout = Layout::new(tokens);
+    let documents = Documents::new(tokens);
     let index = |values: Vec<u32>| RowIndex::<B>::new(values, device);
-    let position = |row: u32| row - layout.span(row as usize).start as u32;
+    let position = |row: u32| row - documents.span(row as usize).start as u32;
     let positions = |rows: &[u32], step: usize| {
         index(rows.iter().map(|&row| position(row) + step as u32).collect())
     };
@@ -69,9 +69,9 @@ pub(crate) fn plan_batch<B: Backend>(
     let mut steps = Vec::new();
     for (step, need) in rows.need.iter().take_while(|need| !need.is_empty()).enumerate() {
         let key_rows = key_rows(rows, step);
-        let given = |rows: &[u32]| given(tokens, &layout, rows, step);
+        let given = |rows: &[u32]| given(tokens, &documents, rows, step);
         let own = rows.need[..=step].iter().skip(1).map(|have| index(places(have, need)));
-        let (segments, visible) = visibility(&layout, &rows.base, need);
+        let (segments, visible) = visibility(&documents, &rows.base, need);
         let attention =
             AttentionPlan { segments, visible: index(visible), own: own.collect(), scale };
         steps.push(StepPlan {
@@ -102,8 +102,8 @@ fn key_rows(rows: &RowPlan, step: usize) -> &[u32] {
 }
 
 /// The token each row is given at a step; 0 past the end of a document.
-fn given(tokens: &BatchTokens, layout: &Layout<'_>, rows: &[u32], step: usize) -> Vec<u32> {
-    let token = |&row: &u32| match layout.ahead(row as usize, 1 + step) {
+fn given(tokens: &BatchTokens, documents: &Documents<'_>, rows: &[u32], step: usize) -> Vec<u32> {
+    let token = |&row: &u32| match documents.ahead(row as usize, 1 + step) {
         Some(ahead) => tokens.input_ids()[ahead],
         None => 0,
     };
@@ -112,10 +112,10 @@ fn given(tokens: &BatchTokens, layout: &Layout<'_>, rows: &[u32], step: usize) -
 
 /// Every token that key rows are given at some step, and every one that query rows are given.
 pub(crate) fn given_tokens(tokens: &BatchTokens, rows: &RowPlan) -> [Vec<u32>; 2] {
-    let layout = Layout::new(tokens);
+    let documents = Documents::new(tokens);
     let steps = rows.need.iter().take_while(|need| !need.is_empty()).count();
-    let of_keys = |step| given(tokens, &layout, key_rows(rows, step), step);
-    let of_queries = |step: usize| given(tokens, &layout, &rows.need[step], step);
+    let of_keys = |step| given(tokens, &documents, key_rows(rows, step), step);
+    let of_queries = |step: usize| given(tokens, &documents, &rows.need[step], step);
     [distinct((0..steps).flat_map(of_keys)), distinct((0..steps).flat_map(of_queries))]
 }
 
@@ -154,12 +154,12 @@ fn places(have: &[u32], want: &[u32]) -> Vec<u32> {
 }
 
 /// One segment a document with query rows, and for each query row the end of what it sees.
-fn visibility(layout: &Layout<'_>, base: &[u32], need: &[u32]) -> (Vec<Segment>, Vec<u32>) {
+fn visibility(documents: &Documents<'_>, base: &[u32], need: &[u32]) -> (Vec<Segment>, Vec<u32>) {
     let mut segments = Vec::new();
     let mut visible = Vec::with_capacity(need.len());
     let mut first = 0;
     while first < need.len() {
-        let span = layout.span(need[first] as usize);
+        let span = documents.span(need[first] as usize);
         let last = need.partition_point(|&row| (row as usize) < span.end);
         let keys = base.partition_point(|&row| (row as usize) < span.start);
         for &row in &need[first..last] {

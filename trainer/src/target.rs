@@ -213,6 +213,8 @@ impl TargetHead {
     pub fn load(dir: &Path) -> Result<Self, TargetError> {
         let config = Self::load_config(dir)?;
         let path = dir.join("head.safetensors");
+        std::fs::metadata(&path)
+            .map_err(|source| TargetError::Read { path: path.clone(), source })?;
         let file = TensorFile::read(&path)?;
         let (vocab_size, hidden_size) = (config.vocab_size()?, config.hidden_size()?);
         let stored_eps = file.metadata.get("rms_norm_eps").and_then(|text| text.parse().ok());
@@ -254,7 +256,10 @@ impl TargetHead {
 #[derive(Debug, Error)]
 pub enum TargetError {
     /// The operating system refused.
-    #[error("reading {}: the extractor writes it into DATASET/target", path.display())]
+    #[error(
+        "reading {}: `extractor run` writes it, and writes it again where it is missing",
+        path.display()
+    )]
     Read {
         /// The file.
         path: PathBuf,

@@ -8,7 +8,7 @@ use thiserror::Error;
 use crate::batch::{BatchError, BatchTokens, FrozenTarget, TrainBatch};
 use crate::draft::Eagle3Draft;
 use crate::losses::LossKind;
-use crate::masks::{Layout, MaskMode, RowMasks, RowPlan, row_masks};
+use crate::masks::{Documents, MaskMode, RowMasks, RowPlan, row_masks};
 use crate::metrics::{RowOutcomes, TttMetrics};
 use crate::ops::{Activations, DeviceFault, DistillRows, DraftOps, RowIndex};
 use crate::plan::{plan_batch, positions};
@@ -287,11 +287,11 @@ struct Comparison {
 
 impl Comparison {
     fn new(tokens: &BatchTokens, rows: &RowPlan, steps: usize) -> Self {
-        let layout = Layout::new(tokens);
+        let documents = Documents::new(tokens);
         let mut all = Vec::new();
         for (step, need) in rows.need[..steps].iter().enumerate() {
             for (at, &row) in need.iter().enumerate() {
-                let slot = layout.ahead(row as usize, 1 + step).unwrap_or(layout.rows());
+                let slot = documents.ahead(row as usize, 1 + step).unwrap_or(documents.rows());
                 all.push((slot as u32, step, row, at));
             }
         }
@@ -312,7 +312,7 @@ impl Comparison {
             places,
             state_of_row,
             slots,
-            rows: layout.rows(),
+            rows: documents.rows(),
         }
     }
 

@@ -68,7 +68,7 @@ impl VocabMap {
         let mut left = draft_vocab_size;
         for &id in forced {
             let slot =
-                chosen.get_mut(id as usize).ok_or(VocabError::IdOutside { id, size: target })?;
+                chosen.get_mut(id as usize).ok_or(VocabError::ForcedOutside { id, target })?;
             if !std::mem::replace(slot, true) {
                 left = left.checked_sub(1).ok_or(VocabError::TooManyForced {
                     forced: forced.len(),
@@ -235,6 +235,17 @@ pub enum VocabError {
         /// Size of the target's vocabulary.
         size: usize,
     },
+    /// A forced id the target does not have.
+    #[error(
+        "token id {id} must be in the draft vocabulary (draft.force_tokens, or an end marker of \
+            the target), but the target's ids end at {}", target - 1
+    )]
+    ForcedOutside {
+        /// The id.
+        id: u32,
+        /// Size of the target's vocabulary.
+        target: usize,
+    },
     /// More forced ids than places.
     #[error(
         "{forced} forced tokens do not fit a draft vocabulary of {draft}: raise draft_vocab_size"
@@ -285,7 +296,7 @@ impl VocabError {
     /// Process exit code: 78 for sizes a user chose, 65 for data.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Size { .. } | Self::TooManyForced { .. } => 78,
+            Self::Size { .. } | Self::ForcedOutside { .. } | Self::TooManyForced { .. } => 78,
             _ => 65,
         }
     }
@@ -310,6 +321,11 @@ mod tests {
         assert_eq!(free.coverage(), 19.0 / 25.0);
         let forced = VocabMap::build(&counts, 3, &[6, 6], "f").unwrap();
         assert_eq!(forced.draft_to_target(), [1, 3, 6]);
+        let error = VocabMap::build(&counts, 3, &[7], "f").unwrap_err();
+        assert_eq!(
+            (error.exit_code(), error),
+            (78, VocabError::ForcedOutside { id: 7, target: 7 })
+        );
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! How a run is recorded in the manifest, and what it reports. Knows no tensors.
 
 use serde::Serialize;
+use shared::error_chain::in_words;
 use shared::manifest::{Conservation, Manifest, ManifestError, RunEnd, RunId, RunStart};
 use shared::provenance::Provenance;
 use thiserror::Error;
@@ -169,7 +170,7 @@ impl<'a> Record<'a> {
         progress: &Progress,
         error: PipelineError,
     ) -> Result<PipelineError, PipelineError> {
-        let (outcome, seconds) = (super::in_words(&error), progress.seconds());
+        let (outcome, seconds) = (in_words(&error), progress.seconds());
         let Written { tokens, bytes, .. } = written;
         self.manifest.finish_run(self.id, &RunEnd { outcome, tokens, bytes, seconds })?;
         Ok(error)

@@ -223,36 +223,6 @@ impl TargetSpec {
         })
     }
 
-    /// Multiply-adds count double: floating-point operations of one token through `layers` layers,
-    /// without the head, when it sees `context` tokens.
-    pub fn flops_per_token(&self, layers: usize, context: usize) -> f64 {
-        let hidden = self.hidden_size;
-        let (projections, attention) = match &self.attention {
-            AttentionSpec::Mla(a) => {
-                let qk = a.qk_nope_head_dim + a.qk_rope_head_dim;
-                let queries = a
-                    .q_lora_rank
-                    .map_or(a.num_heads * qk * hidden, |rank| rank * (hidden + a.num_heads * qk));
-                let keys = (a.kv_lora_rank + a.qk_rope_head_dim) * hidden
-                    + a.kv_lora_rank * a.num_heads * (a.qk_nope_head_dim + a.v_head_dim);
-                let out = a.num_heads * a.v_head_dim * hidden;
-                (queries + keys + out, a.num_heads * (qk + a.v_head_dim))
-            }
-            AttentionSpec::Gqa(a) => {
-                let heads = 2 * a.num_heads + 2 * a.num_kv_heads;
-                (heads * a.head_dim * hidden, 2 * a.num_heads * a.head_dim)
-            }
-        };
-        let dense = 3 * hidden * self.intermediate_size;
-        let routed = self.moe.as_ref().map_or(0, |moe| {
-            let experts = moe.top_k + moe.num_shared_experts;
-            hidden * (3 * moe.intermediate_size * experts + moe.num_experts)
-        });
-        let moe_layers = (0..layers).filter(|&layer| self.is_moe_layer(layer)).count();
-        let weights = layers * projections + moe_layers * routed + (layers - moe_layers) * dense;
-        2.0 * (weights as f64 + (layers * attention * context) as f64)
-    }
-
     fn deepseek(fields: &Fields<'_>, model_type: String) -> Result<Self, TargetError> {
         let heads = fields.size("num_attention_heads", 1..=1024)?;
         let kv_heads = fields.size_or("num_key_value_heads", 1..=1024, heads)?;

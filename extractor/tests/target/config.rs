@@ -195,7 +195,6 @@ proptest! {
                 let columns: usize = plans.iter().map(|plan| plan.dense.len()).sum();
                 prop_assert_eq!((rows, columns), (spec.vocab_size, spec.intermediate_size));
             }
-            prop_assert!(spec.flops_per_token(spec.num_layers, 1).is_finite());
         }
     }
 }

@@ -4,7 +4,6 @@
 mod shards;
 
 use std::collections::BTreeMap;
-use std::error::Error;
 use std::path::Path;
 use std::str::FromStr;
 
@@ -177,12 +176,6 @@ pub fn audit(dir: &Path, verify: Verify) -> Result<AuditReport, ManifestError> {
     }
     check_orphans(&present, &shards, writing, &mut report);
     Ok(report)
-}
-
-/// An error with all its causes.
-pub(crate) fn in_words(error: &(dyn Error + 'static)) -> String {
-    let causes = std::iter::successors(Some(error), |&error| error.source());
-    causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
 }
 
 fn list(dir: &DatasetDir) -> Result<Vec<String>, ManifestError> {

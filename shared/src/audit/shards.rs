@@ -2,8 +2,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{AuditReport, FindingKind, Verify, in_words};
+use super::{AuditReport, FindingKind, Verify};
 use crate::durable::DatasetDir;
+use crate::error_chain::in_words;
 use crate::header::HeaderLimits;
 use crate::manifest::{Manifest, ManifestError, SampleRow, ShardRow};
 use crate::sample::SampleId;

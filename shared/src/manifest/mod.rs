@@ -101,7 +101,9 @@ impl Manifest {
                     if connect::is_empty(&mut conn).await? =>
                 {
                     for change in changes {
-                        tracing::info!("no sample is committed yet: {change}");
+                        tracing::info!(
+                            "no sample is committed yet, new settings are taken: {change}"
+                        );
                     }
                     remove_target(dir)?;
                     connect::settle_anew(&mut conn, &path, fingerprint, spec).await?;

@@ -128,6 +128,5 @@ pub fn run(dir: &DatasetDir, samples: &[CapturedSample]) -> Result<(), Box<dyn s
 
 /// An error with all its causes, as the commands print it.
 pub fn words(error: &(dyn std::error::Error + 'static)) -> String {
-    let causes = std::iter::successors(Some(error), |&error| error.source());
-    causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
+    error_chain::in_words(error)
 }

@@ -90,8 +90,4 @@ impl Files for SteppedFiles {
         self.step("list")?;
         RealFiles.list(path)
     }
-    fn free_bytes(&self, path: &Path) -> io::Result<u64> {
-        self.step("free_bytes")?;
-        RealFiles.free_bytes(path)
-    }
 }

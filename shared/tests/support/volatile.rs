@@ -162,8 +162,4 @@ impl Files for VolatileFiles {
         drop(self.step()?);
         RealFiles.list(path)
     }
-    fn free_bytes(&self, path: &Path) -> io::Result<u64> {
-        drop(self.step()?);
-        RealFiles.free_bytes(path)
-    }
 }

@@ -41,12 +41,12 @@ pub(crate) struct EvaluateArgs {
     /// Share of held-out samples; the run's own by default, 0.05 for an export.
     #[arg(long, value_name = "SHARE")]
     held_out_share: Option<f64>,
-    /// Drafted tokens; the run's ttt_steps by default.
-    #[arg(long, value_name = "N")]
+    /// Drafted tokens, 1 to 16; the run's ttt_steps by default.
+    #[arg(long, value_name = "N", value_parser = drafted_tokens)]
     ttt_steps: Option<usize>,
     /// Count the rounds of speculative decoding with chains of N drafted tokens, on answers that
     /// the target wrote greedily.
-    #[arg(long, value_name = "N,N", value_delimiter = ',', value_parser = chain_length)]
+    #[arg(long, value_name = "N,N", value_delimiter = ',', value_parser = drafted_tokens)]
     chain: Vec<usize>,
     /// Print one JSON object.
     #[arg(long)]
@@ -55,9 +55,9 @@ pub(crate) struct EvaluateArgs {
     live: LiveArgs,
 }
 
-fn chain_length(text: &str) -> Result<usize, String> {
-    let length = text.parse().ok().filter(|length| (1..=16).contains(length));
-    length.ok_or_else(|| "1 to 16 drafted tokens".to_owned())
+fn drafted_tokens(text: &str) -> Result<usize, String> {
+    let count = text.parse().ok().filter(|count| (1..=16).contains(count));
+    count.ok_or_else(|| "1 to 16 drafted tokens are expected".to_owned())
 }
 
 /// Rounds of decoding with one length of chain.
