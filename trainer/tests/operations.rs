@@ -62,7 +62,8 @@ proptest! {
     #[test]
     fn row_operations(
         rows in 1usize..150,
-        width in 1usize..40,
+        // The gradient of a norm of one value is a difference of nearly equal numbers.
+        width in 2usize..40,
         out in 1usize..30,
         seed in any::<u64>(),
     ) {
@@ -94,7 +95,7 @@ proptest! {
     #[test]
     fn an_mlp_with_and_without_its_activations(
         rows in 1usize..90,
-        width in 1usize..20,
+        width in 2usize..20,
         inner in 1usize..30,
         seed in any::<u64>(),
     ) {
