@@ -93,6 +93,7 @@ where
     let run = RunDir::new(&config.checkpoint.run_dir);
     let first = world.is_first();
     let _lock = first.then(|| run.claim()).transpose()?;
+    check_start(config, &run, (start, world))?;
     let session = Session::<B>::open(config, (device, dtype))?;
     let mut state = TrainState::start(&session, &run, (start, world))?;
     let mut loader = session.loader(state.loader, world)?;
@@ -162,6 +163,22 @@ where
         best: state.best.map_or(run.latest()?, |best| run.checkpoint(best.step)),
         acceptance_length: state.best.map(|best| best.acceptance_length),
     })
+}
+
+/// Refuses what can be refused before the data set is read and the other processes are there.
+fn check_start(
+    config: &FitConfig,
+    run: &RunDir,
+    (start, world): (Start, &World),
+) -> Result<(), FitError> {
+    let (accumulate, size) = (config.train.accumulate, world.size());
+    if !accumulate.is_multiple_of(size) {
+        return Err(FitError::Accumulate { accumulate, size });
+    }
+    if start == Start::Fresh && !run.steps()?.is_empty() {
+        return Err(FitError::RunExists { path: run.root().to_owned() });
+    }
+    Ok(())
 }
 
 /// Evaluates on the first process and tells the others; true for the best so far.

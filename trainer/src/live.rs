@@ -197,7 +197,8 @@ fn ended(known: &[u32], prompt: usize, options: &LiveOptions) -> bool {
 fn top(extension: &Extension, row: usize, vocab: usize) -> Result<u32, LiveError> {
     let logits = extension.logits.get(row * vocab..(row + 1) * vocab);
     let logits = logits.ok_or(LiveError::Reply { what: "logits", row })?;
-    let best = logits.iter().enumerate().reduce(|a, b| if b.1 > a.1 { b } else { a });
+    let larger = |a: &f32, b: &f32| b > a || b.is_nan();
+    let best = logits.iter().enumerate().reduce(|a, b| if larger(a.1, b.1) { b } else { a });
     match best {
         Some((id, value)) if value.is_finite() => Ok(id as u32),
         _ => Err(LiveError::NotFinite { row }),

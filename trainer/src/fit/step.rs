@@ -104,15 +104,8 @@ where
         run: &RunDir,
         (start, world): (Start, &World),
     ) -> Result<Self, FitError> {
-        let (accumulate, size) = (session.config.train.accumulate, world.size());
-        if !accumulate.is_multiple_of(size) {
-            return Err(FitError::Accumulate { accumulate, size });
-        }
         let shards = Shards::join(world, &session.device)?;
         match start {
-            Start::Fresh if !run.steps()?.is_empty() => {
-                Err(FitError::RunExists { path: run.root().to_owned() })
-            }
             Start::Fresh => Self::fresh(session, shards),
             Start::Resume => Self::resume(session, run, shards),
         }

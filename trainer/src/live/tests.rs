@@ -219,3 +219,15 @@ fn prompts_without_room_are_refused() {
     let empty = greedy(&mut target, &[], &options(4, &[]));
     assert!(matches!(empty, Err(LiveError::Length { prompt: 0, .. })));
 }
+
+#[test]
+fn a_logit_that_is_no_number_is_an_error_wherever_it_stands() {
+    for at in 0..V {
+        let mut logits = vec![0.5; 2 * V];
+        logits[V + at] = f32::NAN;
+        let capture = Capture { tokens: 2, hidden_size: H, layers: Vec::new() };
+        let extension = Extension { capture, logits };
+        assert_eq!(top(&extension, 0, V).unwrap(), 0);
+        assert!(matches!(top(&extension, 1, V), Err(LiveError::NotFinite { row: 1 })), "{at}");
+    }
+}
