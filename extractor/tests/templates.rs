@@ -286,7 +286,12 @@ fn attacks_run_out_of_fuel_or_are_refused() {
     let doubling = "{% set n = namespace(s='xxxxxxxx') %}{% for i in range(60) %}\
                     {% set n.s = n.s + n.s %}{% endfor %}{{ n.s }}";
     let printing = "{% for a in range(99999) %}{{ 'x' * 4096 }}{% endfor %}";
-    for source in [nested, doubling, printing, "{{ 'x' * 1000000000 }}"] {
+    // Small while it is shared, 2^100 items written out; and lines of kilobytes of indentation.
+    let laughing = "{% set n = namespace(l=[]) %}{% for i in range(100) %}\
+                    {% set n.l = [n.l, n.l] %}{% endfor %}{{ n.l | tojson | length }}";
+    let indented = "{% set n = namespace(l=range(99999) | list) %}{% for i in range(100) %}\
+                    {% set n.l = [n.l] %}{% endfor %}{{ n.l | tojson(indent=16) | length }}";
+    for source in [nested, doubling, printing, laughing, indented, "{{ 'x' * 1000000000 }}"] {
         let error = template(source).render(&messages, None, false).unwrap_err();
         assert!(matches!(error, TemplateError::OutOfFuel | TemplateError::TooLong), "{error:?}");
     }
