@@ -140,8 +140,8 @@ impl Encoder {
         if let Some(model) = options.vocab_size.filter(|&size| tokenizer.vocab_size() > size) {
             return Err(EncoderError::Vocabulary { tokenizer: tokenizer.vocab_size(), model });
         }
-        let known = |name: &&String| tokenizer.special_id(name).is_none();
-        if let Some(name) = options.answer_specials.iter().find(known) {
+        let is_unknown = |name: &&String| tokenizer.special_id(name).is_none();
+        if let Some(name) = options.answer_specials.iter().find(is_unknown) {
             return Err(EncoderError::UnknownSpecial(name.clone()));
         }
         if let Some(template) = &mut template {

@@ -116,6 +116,7 @@ pub(in crate::target) fn start(
     plans: &[RankPlan],
     source: Source,
 ) -> Result<(Ranks, Vec<u64>), TargetError> {
+    super::limits::check(spec)?;
     let gpus = if ranks_share_gpus() { 1 } else { plans.len() };
     require_gpus(gpus)?;
     let group = Group::new(plans.len(), options.exchange)?;

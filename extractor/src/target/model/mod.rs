@@ -6,6 +6,8 @@ mod load;
 mod mla;
 mod mlp;
 mod moe;
+#[cfg(test)]
+mod order;
 mod reader;
 mod step;
 mod work;
