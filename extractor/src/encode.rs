@@ -289,6 +289,11 @@ impl Encoder {
                 ),
             ));
         }
+        let whole = ids.len();
+        let looked_at = match truncated {
+            true => format!("the first {} of {whole} tokens", options.max_tokens),
+            false => format!("{whole} tokens"),
+        };
         ids.truncate(options.max_tokens);
         mask.truncate(options.max_tokens);
         let sample = TokenSample::new(ids, mask)
@@ -296,12 +301,12 @@ impl Encoder {
         match sample.trainable_tokens() {
             0 => Err(Fault::new(
                 RejectReason::NothingTrainable,
-                format!("none of {} tokens is marked as the assistant's", sample.tokens()),
+                format!("none of {looked_at} is marked as the assistant's"),
             )),
             few if few < options.min_trainable_tokens => Err(Fault::new(
                 RejectReason::TooFewTrainable,
                 format!(
-                    "{few} trained tokens; at least {} are wanted",
+                    "{few} of {looked_at} are trained; at least {} are wanted",
                     options.min_trainable_tokens
                 ),
             )),
