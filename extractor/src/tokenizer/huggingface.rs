@@ -37,12 +37,9 @@ impl HuggingFace {
         let mut ordinary = full.clone();
         ordinary.with_added_vocabulary(AddedVocabulary::new());
         let mut ordinary_inner = ordinary.clone();
-        if let Some(PreTokenizerWrapper::Metaspace(metaspace)) = ordinary.get_pre_tokenizer()
-            && metaspace.prepend_scheme == PrependScheme::First
-        {
-            let mut metaspace = metaspace.clone();
-            metaspace.set_prepend_scheme(PrependScheme::Never);
-            ordinary_inner.with_pre_tokenizer(Some(metaspace));
+        if let Some(mut splitter) = ordinary.get_pre_tokenizer().cloned() {
+            never_first(&mut splitter);
+            ordinary_inner.with_pre_tokenizer(Some(splitter));
         }
         let added = full.get_added_tokens_decoder().into_iter();
         let strips = added.map(|(id, token)| (id, (token.lstrip, token.rstrip))).collect();
@@ -98,6 +95,19 @@ impl HuggingFace {
     /// Whether white space beside an added token belongs to it: (before, after).
     pub(super) fn strips(&self, id: u32) -> (bool, bool) {
         self.strips.get(&id).copied().unwrap_or_default()
+    }
+}
+
+/// Takes the space away that some splitters put before the first piece of a document.
+fn never_first(splitter: &mut PreTokenizerWrapper) {
+    match splitter {
+        PreTokenizerWrapper::Metaspace(metaspace)
+            if metaspace.prepend_scheme == PrependScheme::First =>
+        {
+            metaspace.set_prepend_scheme(PrependScheme::Never);
+        }
+        PreTokenizerWrapper::Sequence(parts) => parts.as_mut().iter_mut().for_each(never_first),
+        _ => {}
     }
 }
 
