@@ -56,6 +56,31 @@ fn rendering_equals_jinja2() {
     }
 }
 
+/// As Python 3 prints this list with `json.dumps`.
+#[test]
+fn numbers_in_tools_are_written_as_python_writes_them() {
+    let numbers = json!([
+        1e16,
+        1e15,
+        1e-7,
+        0.1,
+        1.0,
+        1.5e300,
+        -0.0,
+        5e-324,
+        0.0001,
+        0.00001,
+        -2.5e-5,
+        3,
+        -7,
+        u64::MAX
+    ]);
+    let rendered = template("{{ tools | tojson }}").render(&[], Some(&numbers), false).unwrap();
+    let wanted = "[1e+16, 1000000000000000.0, 1e-07, 0.1, 1.0, 1.5e+300, -0.0, 5e-324, 0.0001, \
+                  1e-05, -2.5e-05, 3, -7, 18446744073709551615]";
+    assert_eq!(rendered, wanted);
+}
+
 #[test]
 fn answers_begin_after_the_generation_prompt_and_end_with_their_marker() {
     let wanted: &[(&str, &str, &[&str])] = &[

@@ -122,6 +122,21 @@ pub(super) fn to_json(state: &State, value: &Value, options: &Kwargs) -> Result<
     Ok(writer.out)
 }
 
+/// The shortest digits that give the number back, as Python writes them: with an exponent below
+/// 0.0001 and from 1e16 on.
+fn python_float(number: f64) -> String {
+    if number.is_nan() {
+        return "NaN".to_owned();
+    }
+    let shortest = format!("{number:e}");
+    let parts = shortest.split_once('e');
+    match parts.and_then(|(digits, power)| Some((digits, power.parse::<i32>().ok()?))) {
+        None => if number > 0.0 { "Infinity" } else { "-Infinity" }.to_owned(),
+        Some((digits, power)) if !(-4..16).contains(&power) => format!("{digits}e{power:+03}"),
+        Some(_) => format!("{number:?}"),
+    }
+}
+
 struct JsonWriter<'a> {
     state: &'a State<'a, 'a>,
     /// Bytes of `out` that fuel was taken for.
@@ -144,7 +159,8 @@ impl JsonWriter<'_> {
         match value.kind() {
             ValueKind::None => self.out.push_str("null"),
             ValueKind::Bool => self.out.push_str(if value.is_true() { "true" } else { "false" }),
-            ValueKind::Number => self.out.push_str(&value.to_string()),
+            ValueKind::Number if value.is_integer() => self.out.push_str(&value.to_string()),
+            ValueKind::Number => self.out.push_str(&python_float(f64::try_from(value.clone())?)),
             ValueKind::String => self.string(value.as_str().unwrap_or_default()),
             ValueKind::Seq | ValueKind::Iterable => {
                 let items: Vec<Value> = value.try_iter()?.checked().collect::<Result<_, _>>()?;

@@ -37,6 +37,8 @@ use crate::capture::LayerRows;
 
 /// One rank's share of a model.
 pub(super) struct Model<O: Ops> {
+    /// First, so that it is dropped first: products settle their streams then, and with them what
+    /// other ranks still take of the buffers below.
     ops: O,
     collective: Box<dyn Collective<O::Buffer>>,
     spec: TargetSpec,
