@@ -155,8 +155,8 @@ impl Encoder {
         &self.tokenizer
     }
 
-    /// Ids that end a turn: `eos_token_id` of generation_config.json and config.json, `eos_token`
-    /// of tokenizer_config.json.
+    /// Ids that end a turn: `eos_token_id` of generation_config.json and config.json (its
+    /// `text_config` too), `eos_token` of tokenizer_config.json.
     pub fn stop_ids(&self) -> &BTreeSet<u32> {
         &self.stop_ids
     }

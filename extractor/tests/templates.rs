@@ -249,12 +249,15 @@ fn the_end_marker_is_the_token_that_stops_generation() {
                   <|im_user|>{%- endfor -%}";
     std::fs::write(dir.path().join("chat_template.jinja"), source).unwrap();
     let turns = json!([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]);
-    for (config, wanted) in [
-        (json!({"eos_token_id": [3842, 3841]}), "assistant<|im_middle|>b<|im_end|>"),
-        (json!({"eos_token_id": 3842}), "assistant<|im_middle|>b<|im_end|>"),
-        (json!({}), "assistant<|im_middle|>b<|im_end|><|im_user|>"),
+    let generation = "generation_config.json";
+    let answer = "assistant<|im_middle|>b<|im_end|>";
+    for (name, config, wanted) in [
+        (generation, json!({"eos_token_id": [3842, 3841]}), answer),
+        (generation, json!({"eos_token_id": 3842}), answer),
+        (generation, json!({}), "assistant<|im_middle|>b<|im_end|><|im_user|>"),
+        ("config.json", json!({"text_config": {"eos_token_id": 3842}}), answer),
     ] {
-        std::fs::write(dir.path().join("generation_config.json"), config.to_string()).unwrap();
+        std::fs::write(dir.path().join(name), config.to_string()).unwrap();
         let encoder = Encoder::load(dir.path(), EncodeOptions::default()).unwrap();
         let encoded = encode(&encoder, chat(&turns)).unwrap();
         assert_eq!(trained_text(&encoder, &encoded), [wanted]);
