@@ -140,8 +140,8 @@ impl Encoder {
         if let Some(model) = options.vocab_size.filter(|&size| tokenizer.vocab_size() > size) {
             return Err(EncoderError::Vocabulary { tokenizer: tokenizer.vocab_size(), model });
         }
-        let known = |name: &&String| tokenizer.special_id(name).is_none();
-        if let Some(name) = options.answer_specials.iter().find(known) {
+        let is_unknown = |name: &&String| tokenizer.special_id(name).is_none();
+        if let Some(name) = options.answer_specials.iter().find(is_unknown) {
             return Err(EncoderError::UnknownSpecial(name.clone()));
         }
         if let Some(template) = &mut template {
@@ -155,8 +155,8 @@ impl Encoder {
         &self.tokenizer
     }
 
-    /// Ids that end a turn: `eos_token_id` of generation_config.json and config.json, `eos_token`
-    /// of tokenizer_config.json.
+    /// Ids that end a turn: `eos_token_id` of generation_config.json and config.json (its
+    /// `text_config` too), `eos_token` of tokenizer_config.json.
     pub fn stop_ids(&self) -> &BTreeSet<u32> {
         &self.stop_ids
     }
@@ -289,6 +289,11 @@ impl Encoder {
                 ),
             ));
         }
+        let whole = ids.len();
+        let looked_at = match truncated {
+            true => format!("the first {} of {whole} tokens", options.max_tokens),
+            false => format!("{whole} tokens"),
+        };
         ids.truncate(options.max_tokens);
         mask.truncate(options.max_tokens);
         let sample = TokenSample::new(ids, mask)
@@ -296,12 +301,12 @@ impl Encoder {
         match sample.trainable_tokens() {
             0 => Err(Fault::new(
                 RejectReason::NothingTrainable,
-                format!("none of {} tokens is marked as the assistant's", sample.tokens()),
+                format!("none of {looked_at} is marked as the assistant's"),
             )),
             few if few < options.min_trainable_tokens => Err(Fault::new(
                 RejectReason::TooFewTrainable,
                 format!(
-                    "{few} trained tokens; at least {} are wanted",
+                    "{few} of {looked_at} are trained; at least {} are wanted",
                     options.min_trainable_tokens
                 ),
             )),

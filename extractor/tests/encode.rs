@@ -115,7 +115,10 @@ fn overlong_samples_are_cut_or_rejected_and_then_counted_for_trained_tokens() {
     assert_eq!(reason(strict), RejectReason::Overlong);
     // Only the first question is left.
     let tiny = EncodeOptions { max_tokens: 5, ..Default::default() };
-    assert_eq!(reason(tiny), RejectReason::NothingTrainable);
+    assert_eq!(reason(tiny.clone()), RejectReason::NothingTrainable);
+    let detail = encode(&nano_kimi(tiny), two_turns()).unwrap_err().detail;
+    let of = format!("the first 5 of {} tokens", whole.tokens());
+    assert!(detail.contains(&of), "{detail}");
     let wanted = whole.trainable_tokens() + 1;
     let many = EncodeOptions { min_trainable_tokens: wanted, ..Default::default() };
     assert_eq!(reason(many), RejectReason::TooFewTrainable);

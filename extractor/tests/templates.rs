@@ -56,6 +56,31 @@ fn rendering_equals_jinja2() {
     }
 }
 
+/// As Python 3 prints this list with `json.dumps`.
+#[test]
+fn numbers_in_tools_are_written_as_python_writes_them() {
+    let numbers = json!([
+        1e16,
+        1e15,
+        1e-7,
+        0.1,
+        1.0,
+        1.5e300,
+        -0.0,
+        5e-324,
+        0.0001,
+        0.00001,
+        -2.5e-5,
+        3,
+        -7,
+        u64::MAX
+    ]);
+    let rendered = template("{{ tools | tojson }}").render(&[], Some(&numbers), false).unwrap();
+    let wanted = "[1e+16, 1000000000000000.0, 1e-07, 0.1, 1.0, 1.5e+300, -0.0, 5e-324, 0.0001, \
+                  1e-05, -2.5e-05, 3, -7, 18446744073709551615]";
+    assert_eq!(rendered, wanted);
+}
+
 #[test]
 fn answers_begin_after_the_generation_prompt_and_end_with_their_marker() {
     let wanted: &[(&str, &str, &[&str])] = &[
@@ -224,12 +249,15 @@ fn the_end_marker_is_the_token_that_stops_generation() {
                   <|im_user|>{%- endfor -%}";
     std::fs::write(dir.path().join("chat_template.jinja"), source).unwrap();
     let turns = json!([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]);
-    for (config, wanted) in [
-        (json!({"eos_token_id": [3842, 3841]}), "assistant<|im_middle|>b<|im_end|>"),
-        (json!({"eos_token_id": 3842}), "assistant<|im_middle|>b<|im_end|>"),
-        (json!({}), "assistant<|im_middle|>b<|im_end|><|im_user|>"),
+    let generation = "generation_config.json";
+    let answer = "assistant<|im_middle|>b<|im_end|>";
+    for (name, config, wanted) in [
+        (generation, json!({"eos_token_id": [3842, 3841]}), answer),
+        (generation, json!({"eos_token_id": 3842}), answer),
+        (generation, json!({}), "assistant<|im_middle|>b<|im_end|><|im_user|>"),
+        ("config.json", json!({"text_config": {"eos_token_id": 3842}}), answer),
     ] {
-        std::fs::write(dir.path().join("generation_config.json"), config.to_string()).unwrap();
+        std::fs::write(dir.path().join(name), config.to_string()).unwrap();
         let encoder = Encoder::load(dir.path(), EncodeOptions::default()).unwrap();
         let encoded = encode(&encoder, chat(&turns)).unwrap();
         assert_eq!(trained_text(&encoder, &encoded), [wanted]);
@@ -286,7 +314,12 @@ fn attacks_run_out_of_fuel_or_are_refused() {
     let doubling = "{% set n = namespace(s='xxxxxxxx') %}{% for i in range(60) %}\
                     {% set n.s = n.s + n.s %}{% endfor %}{{ n.s }}";
     let printing = "{% for a in range(99999) %}{{ 'x' * 4096 }}{% endfor %}";
-    for source in [nested, doubling, printing, "{{ 'x' * 1000000000 }}"] {
+    // Small while it is shared, 2^100 items written out; and lines of kilobytes of indentation.
+    let laughing = "{% set n = namespace(l=[]) %}{% for i in range(100) %}\
+                    {% set n.l = [n.l, n.l] %}{% endfor %}{{ n.l | tojson | length }}";
+    let indented = "{% set n = namespace(l=range(99999) | list) %}{% for i in range(100) %}\
+                    {% set n.l = [n.l] %}{% endfor %}{{ n.l | tojson(indent=16) | length }}";
+    for source in [nested, doubling, printing, laughing, indented, "{{ 'x' * 1000000000 }}"] {
         let error = template(source).render(&messages, None, false).unwrap_err();
         assert!(matches!(error, TemplateError::OutOfFuel | TemplateError::TooLong), "{error:?}");
     }

@@ -6,7 +6,7 @@
 use std::path::PathBuf;
 
 use extractor::tokenizer::{SpecialText, Tokenizer};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 fn repository() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("..")
@@ -80,6 +80,31 @@ fn tokenizer_json_equals_the_tokenizers_library() {
         {
             assert_eq!(tokenizer.encode(text, mode).unwrap(), ids(&case[key]), "{key} {text:?}");
         }
+    }
+}
+
+/// Text behind a special token does not begin the document, also where some text is held ordinary
+/// and the parts are encoded one by one.
+#[test]
+fn a_space_before_the_document_comes_once() {
+    let path = repository().join("tests/fixtures/stories260k/tokenizer.json");
+    let mut file: Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+    file["normalizer"] = Value::Null;
+    let metaspace =
+        json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": false});
+    for splitter in [metaspace.clone(), json!({"type": "Sequence", "pretokenizers": [metaspace]})] {
+        file["pre_tokenizer"] = splitter;
+        let tokenizer = Tokenizer::from_tokenizer_json(file.to_string().as_bytes()).unwrap();
+        let tail = |text: &str, ordinary: &[std::ops::Range<usize>]| -> Vec<u32> {
+            let tokens = tokenizer.encode_spans(text, ordinary).unwrap();
+            let end = tokens.iter().rposition(|token| token.id == 2).unwrap();
+            assert_ne!(tokens[0].id, 2);
+            tokens[end + 1..].iter().map(|token| token.id).collect()
+        };
+        let whole = tail("One day</s>Once upon", &[]);
+        assert_eq!(tail("One <s> day</s>Once upon", std::slice::from_ref(&(4..7))), whole);
+        let first = tokenizer.encode("Once upon", SpecialText::Allowed).unwrap();
+        assert_ne!(whole, first);
     }
 }
 

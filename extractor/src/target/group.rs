@@ -111,14 +111,15 @@ impl RankGroup {
     ) -> Result<Self, TargetError> {
         options.check()?;
         let mut plans = options.plans(&spec)?;
-        if gpus == 0 || first + gpus > plans.len() {
+        let end = first.checked_add(gpus).filter(|&end| first < end && end <= plans.len());
+        let Some(end) = end else {
             return Err(TargetError::Option {
                 option: "--as-rank and --gpus",
                 value: format!("{first} and {gpus}"),
                 expected: "ranks of the group that --of names",
             });
-        }
-        let plans = plans.drain(first..first + gpus).collect::<Vec<_>>();
+        };
+        let plans = plans.drain(first..end).collect::<Vec<_>>();
         let (ranks, planned) = cuda::start_shape(options, &spec, &plans)?;
         let (whole, overlaps) = (false, true);
         Ok(Self { spec, plans, ranks, caches: HashMap::new(), planned, whole, overlaps })
@@ -438,6 +439,18 @@ mod tests {
     use shared::TokenSample;
 
     use super::*;
+
+    /// Said before a GPU is looked for.
+    #[test]
+    fn a_bench_of_ranks_that_the_group_has_not_is_refused() {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/nano-kimi");
+        let spec = TargetSpec::read(&dir).unwrap();
+        let options = EngineOptions { device: Device::Cuda, tp: 4, ..EngineOptions::new(dir) };
+        for ranks in [[0, 0], [0, 5], [4, 1], [usize::MAX, 1]] {
+            let opened = RankGroup::open_shape(&options, spec.clone(), ranks).map(drop);
+            assert!(matches!(opened, Err(TargetError::Option { .. })), "{ranks:?}: {opened:?}");
+        }
+    }
 
     /// The two halves of a batch give what the whole gives: states, choices and logits in the
     /// order of the tokens. On the CPU, where nothing overlaps.

@@ -110,10 +110,12 @@ impl Ranks {
                 let _guard = tracing::dispatcher::set_default(&subscriber);
                 serve(rank, &*make, &commands, (&reply, &end));
             };
-            let thread = std::thread::Builder::new()
-                .name(format!("rank-{rank}"))
-                .spawn(body)
-                .map_err(|source| TargetError::RankThread { rank, source })?;
+            let thread = std::thread::Builder::new().name(format!("rank-{rank}")).spawn(body);
+            let thread = thread.map_err(|source| {
+                // Those that did start may wait for this one: they are not joined.
+                ranks.ended = true;
+                TargetError::RankThread { rank, source }
+            })?;
             ranks.commands.push(command);
             ranks.threads.push(thread);
         }

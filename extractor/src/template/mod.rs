@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use fancy_regex::Regex;
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Value};
-use minijinja::{Environment, Error, ErrorKind};
+use minijinja::{Environment, Error, ErrorKind, State};
 use thiserror::Error;
 
 use crate::conversation::Message;
@@ -87,7 +87,9 @@ impl ChatTemplate {
             Err(Error::new(ErrorKind::InvalidOperation, message))
         });
         environment.add_function("strftime_now", values::strftime_fixed);
-        environment.add_filter("tojson", |value: Value, options: Kwargs| to_json(&value, &options));
+        environment.add_filter("tojson", |state: &State, value: Value, options: Kwargs| {
+            to_json(state, &value, &options)
+        });
         environment.add_template_owned("chat", without_generation_tags(&source)).map_err(syntax)?;
         let variables =
             tokens.iter().map(|(name, text)| (name.clone(), Value::from(text.clone()))).collect();

@@ -4,12 +4,14 @@
 use std::sync::Arc;
 
 use minijinja::value::{Enumerator, Kwargs, Object, ObjectRepr, Value, ValueKind};
-use minijinja::{Error, ErrorKind};
+use minijinja::{Error, ErrorKind, State};
 use serde_json::Value as Json;
 
 use crate::conversation::Message;
 
 const MAX_DEPTH: usize = 128;
+/// Bytes of JSON for a unit of fuel, as the engine charges for its own `tojson`.
+const BYTES_A_FUEL: usize = 4;
 
 /// The day `strftime_now` always gives: a template must render the same on every day.
 /// Thursday, 1 January 2026, 00:00.
@@ -97,11 +99,14 @@ impl Object for Ordered {
     }
 }
 
-/// Python's `json.dumps` with the options that templates use.
-pub(super) fn to_json(value: &Value, options: &Kwargs) -> Result<String, Error> {
+/// Python's `json.dumps` with the options that templates use. Pays for what it writes while it
+/// does: a list that holds another twice, and so on, is small until it is written out.
+pub(super) fn to_json(state: &State, value: &Value, options: &Kwargs) -> Result<String, Error> {
     let indent: Option<usize> = options.get("indent")?;
     let separators: Option<Vec<String>> = options.get("separators")?;
     let mut writer = JsonWriter {
+        state,
+        paid: 0,
         indent,
         item: if indent.is_some() { "," } else { ", " }.to_owned(),
         key: ": ".to_owned(),
@@ -117,7 +122,25 @@ pub(super) fn to_json(value: &Value, options: &Kwargs) -> Result<String, Error> 
     Ok(writer.out)
 }
 
-struct JsonWriter {
+/// The shortest digits that give the number back, as Python writes them: with an exponent below
+/// 0.0001 and from 1e16 on.
+fn python_float(number: f64) -> String {
+    if number.is_nan() {
+        return "NaN".to_owned();
+    }
+    let shortest = format!("{number:e}");
+    let parts = shortest.split_once('e');
+    match parts.and_then(|(digits, power)| Some((digits, power.parse::<i32>().ok()?))) {
+        None => if number > 0.0 { "Infinity" } else { "-Infinity" }.to_owned(),
+        Some((digits, power)) if !(-4..16).contains(&power) => format!("{digits}e{power:+03}"),
+        Some(_) => format!("{number:?}"),
+    }
+}
+
+struct JsonWriter<'a> {
+    state: &'a State<'a, 'a>,
+    /// Bytes of `out` that fuel was taken for.
+    paid: usize,
     indent: Option<usize>,
     item: String,
     key: String,
@@ -126,16 +149,18 @@ struct JsonWriter {
     out: String,
 }
 
-impl JsonWriter {
+impl JsonWriter<'_> {
     fn write(&mut self, value: &Value, depth: usize) -> Result<(), Error> {
         let refuse = |what: String| Err(Error::new(ErrorKind::BadSerialization, what));
         if depth > MAX_DEPTH {
             return refuse("tojson: nested too deeply".into());
         }
+        self.pay()?;
         match value.kind() {
             ValueKind::None => self.out.push_str("null"),
             ValueKind::Bool => self.out.push_str(if value.is_true() { "true" } else { "false" }),
-            ValueKind::Number => self.out.push_str(&value.to_string()),
+            ValueKind::Number if value.is_integer() => self.out.push_str(&value.to_string()),
+            ValueKind::Number => self.out.push_str(&python_float(f64::try_from(value.clone())?)),
             ValueKind::String => self.string(value.as_str().unwrap_or_default()),
             ValueKind::Seq | ValueKind::Iterable => {
                 let items: Vec<Value> = value.try_iter()?.checked().collect::<Result<_, _>>()?;
@@ -156,6 +181,13 @@ impl JsonWriter {
             other => return refuse(format!("tojson: {other} is not JSON")),
         }
         Ok(())
+    }
+
+    /// Takes fuel for one value and for what was written since the last.
+    fn pay(&mut self) -> Result<(), Error> {
+        let bytes = self.out.len() - self.paid;
+        self.paid = self.out.len();
+        self.state.consume_fuel(1 + (bytes / BYTES_A_FUEL) as u64)
     }
 
     fn list(

@@ -80,7 +80,8 @@ impl TokenizerConfig {
     }
 }
 
-/// `eos_token_id` of generation_config.json and config.json, one id or several.
+/// `eos_token_id` of generation_config.json and config.json, one id or several; of a config that
+/// nests, that of its `text_config` where the outer one says nothing.
 pub(crate) fn stop_ids(dir: &Path) -> Result<Vec<u32>, TokenizerError> {
     let mut ids = Vec::new();
     for name in ["generation_config.json", "config.json"] {
@@ -90,7 +91,8 @@ pub(crate) fn stop_ids(dir: &Path) -> Result<Vec<u32>, TokenizerError> {
         }
         let config: Value = serde_json::from_slice(&read_limited(&path, MAX_CONFIG_BYTES)?)
             .map_err(|error| TokenizerError::Json(error.to_string()).within(path))?;
-        match config.get("eos_token_id") {
+        let inner = || config.get("text_config")?.get("eos_token_id");
+        match config.get("eos_token_id").filter(|ids| !ids.is_null()).or_else(inner) {
             Some(Value::Array(list)) => ids.extend(list.iter().filter_map(Value::as_u64)),
             Some(one) => ids.extend(one.as_u64()),
             None => {}

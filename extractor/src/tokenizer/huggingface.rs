@@ -1,7 +1,7 @@
 //! `tokenizer.json` through the tokenizers crate. Adds one thing: text of an added token can be
 //! held ordinary in chosen places. Knows nothing of chat templates.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 use tokenizers::pre_tokenizers::metaspace::PrependScheme;
 use tokenizers::{AddedVocabulary, PostProcessorWrapper, PreTokenizerWrapper, Tokenizer};
@@ -17,6 +17,8 @@ pub(super) struct HuggingFace {
     ordinary: Tokenizer,
     /// As `ordinary`, for text that does not start the document.
     ordinary_inner: Tokenizer,
+    /// Whether white space before and after an added token belongs to it, by id.
+    strips: HashMap<u32, (bool, bool)>,
     /// Ids the file wants before and after a document that is not a chat.
     pub(super) prefix: Vec<u32>,
     pub(super) suffix: Vec<u32>,
@@ -35,14 +37,13 @@ impl HuggingFace {
         let mut ordinary = full.clone();
         ordinary.with_added_vocabulary(AddedVocabulary::new());
         let mut ordinary_inner = ordinary.clone();
-        if let Some(PreTokenizerWrapper::Metaspace(metaspace)) = ordinary.get_pre_tokenizer()
-            && metaspace.prepend_scheme == PrependScheme::First
-        {
-            let mut metaspace = metaspace.clone();
-            metaspace.set_prepend_scheme(PrependScheme::Never);
-            ordinary_inner.with_pre_tokenizer(Some(metaspace));
+        if let Some(mut splitter) = ordinary.get_pre_tokenizer().cloned() {
+            never_first(&mut splitter);
+            ordinary_inner.with_pre_tokenizer(Some(splitter));
         }
-        Ok(Self { full, ordinary, ordinary_inner, prefix, suffix })
+        let added = full.get_added_tokens_decoder().into_iter();
+        let strips = added.map(|(id, token)| (id, (token.lstrip, token.rstrip))).collect();
+        Ok(Self { full, ordinary, ordinary_inner, strips, prefix, suffix })
     }
 
     /// Added tokens, special or not, with their ids.
@@ -93,8 +94,20 @@ impl HuggingFace {
 
     /// Whether white space beside an added token belongs to it: (before, after).
     pub(super) fn strips(&self, id: u32) -> (bool, bool) {
-        let added = self.full.get_added_tokens_decoder();
-        added.get(&id).map_or((false, false), |token| (token.lstrip, token.rstrip))
+        self.strips.get(&id).copied().unwrap_or_default()
+    }
+}
+
+/// Takes the space away that some splitters put before the first piece of a document.
+fn never_first(splitter: &mut PreTokenizerWrapper) {
+    match splitter {
+        PreTokenizerWrapper::Metaspace(metaspace)
+            if metaspace.prepend_scheme == PrependScheme::First =>
+        {
+            metaspace.set_prepend_scheme(PrependScheme::Never);
+        }
+        PreTokenizerWrapper::Sequence(parts) => parts.as_mut().iter_mut().for_each(never_first),
+        _ => {}
     }
 }
 

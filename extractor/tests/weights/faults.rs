@@ -4,7 +4,9 @@ use std::io::Write;
 
 use proptest::prelude::*;
 
-use extractor::target::weights::{Checkpoint, MAX_HEADER_BYTES, MAX_TENSORS, Slice, WeightsError};
+use extractor::target::weights::{
+    Checkpoint, MAX_HEADER_BYTES, MAX_TENSORS, PackedFormat, Slice, WeightsError,
+};
 use safetensors::tensor::Dtype;
 
 use super::*;
@@ -99,6 +101,12 @@ fn a_slice_outside_the_weight_is_refused() {
     let slice = Slice { rows: 1..3, cols: 0..32 };
     let error = checkpoint.linear("a", [2, 32], &slice).unwrap_err();
     assert!(matches!(error, WeightsError::SliceOutside { .. }), "{error}");
+    let slices = [slice, Slice { rows: 0..2, cols: 0..64 }];
+    let formats = [PackedFormat::Int4 { group: 32 }, PackedFormat::Bf16];
+    for (slice, format) in slices.iter().zip(formats) {
+        let error = checkpoint.packed("a", [2, 32], slice, format).unwrap_err();
+        assert!(matches!(error, WeightsError::SliceOutside { .. }), "{error}");
+    }
 }
 
 /// Every length that is too short: in the prefix, in the header, in the data.

@@ -3,8 +3,8 @@
 use super::views::HeadsArg;
 use super::{CudaError, DeviceHeads, DeviceMatrix, DeviceVector, Dtype, Launcher, Shape, ensure};
 
-/// Widest head of the kernel for any shape.
-const MAX_WIDTH: usize = 256;
+/// Widest head, of queries, keys or values, that attention takes.
+pub const MAX_HEAD_WIDTH: usize = 256;
 
 /// Attention of packed sequences. Query head `h` reads key head `h * kv_heads / heads`. A sequence
 /// may have more keys than queries: its queries are then its last positions.
@@ -123,8 +123,8 @@ impl Attention {
             && self.heads > 0
             && self.kv_heads > 0
             && self.heads.is_multiple_of(self.kv_heads)
-            && (1..=MAX_WIDTH).contains(&self.qk_dim)
-            && (1..=MAX_WIDTH).contains(&self.v_dim)
+            && (1..=MAX_HEAD_WIDTH).contains(&self.qk_dim)
+            && (1..=MAX_HEAD_WIDTH).contains(&self.v_dim)
             && self.longest <= q.rows;
         ensure(fits, || format!("{self:?}"))
     }
@@ -175,7 +175,7 @@ impl Launcher<'_> {
         ensure(narrow, || format!("{sequences} sequences in one attention"))?;
         let (rows, threads, shared, name) = match variant {
             AttentionVariant::Any => {
-                let shared = 4 * (MAX_WIDTH + 32) * size_of::<f32>();
+                let shared = 4 * (MAX_HEAD_WIDTH + 32) * size_of::<f32>();
                 (4, 128, shared, format!("attention_any_{}", call.q.dtype.name()))
             }
             AttentionVariant::Wgmma => {

@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_void};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::{CudaContext, CudaStream, result, sys};
@@ -402,10 +403,35 @@ fn read_checked(path: &PathBuf) -> Option<Vec<u8>> {
     reason = "a cache with a digest: a torn file is compiled anew"
 )]
 fn write_checked(path: &Path, code: &[u8]) -> std::io::Result<()> {
+    // The ranks of a process compile the same sources at the same time.
+    static WRITES: AtomicU64 = AtomicU64::new(0);
     if let Some(dir) = path.parent() {
         std::fs::create_dir_all(dir)?;
     }
-    let temporary = path.with_extension(format!("{}.tmp", std::process::id()));
+    let write = WRITES.fetch_add(1, Ordering::Relaxed);
+    let temporary = path.with_extension(format!("{}-{write}.tmp", std::process::id()));
     std::fs::write(&temporary, [blake3::hash(code).as_bytes().as_slice(), code].concat())?;
     std::fs::rename(temporary, path)
+}
+
+#[cfg(test)]
+#[allow(clippy::disallowed_methods, reason = "tests write their inputs")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_that_cache_the_same_code_do_not_disturb_each_other() {
+        let dir = std::env::temp_dir().join(format!("aerie-kernels-{}", std::process::id()));
+        let path = dir.join("rows.cu-sm_90a-13.0-0123.cubin");
+        let code = vec![7; 1 << 20];
+        std::thread::scope(|scope| {
+            let writers: Vec<_> =
+                (0..8).map(|_| scope.spawn(|| write_checked(&path, &code))).collect();
+            writers.into_iter().for_each(|writer| writer.join().unwrap().unwrap());
+        });
+        assert_eq!(read_checked(&path), Some(code));
+        std::fs::write(&path, [0; 40]).unwrap();
+        assert_eq!(read_checked(&path), None, "a torn file");
+        std::fs::remove_dir_all(dir).unwrap();
+    }
 }

@@ -23,7 +23,7 @@ mod train_loss;
 mod train_rows;
 mod views;
 
-pub use attention::{Attention, AttentionVariant};
+pub use attention::{Attention, AttentionVariant, MAX_HEAD_WIDTH};
 pub use blas::{Blas, Form, Product};
 /// The driver's bindings, so that all crates use the same ones.
 pub use cudarc;
@@ -36,7 +36,7 @@ pub use loader::{
 pub use memory::{
     DeviceBuffer, PinnedBuffer, allocations, copy_on_device, download, enable_peer_access, upload,
 };
-pub use moe::{Permutation, RouteRule, RoutingViews};
+pub use moe::{MAX_EXPERT_GROUPS, MAX_EXPERTS, Permutation, RouteRule, RoutingViews};
 pub use nccl::{Communicator, Message, NCCL_ID_BYTES, NcclId, Way};
 pub use rows::{LatentHeads, RankParts, RopeView, RowNorm};
 pub use shared_stream::{PartTimer, SharedStream};

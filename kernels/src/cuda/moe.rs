@@ -5,8 +5,10 @@ use super::rows::{tiled, vector_width};
 use super::views::MatArg;
 use super::{CudaError, DeviceMatrix, DeviceVector, Dtype, Launcher, Shape, ensure};
 
-/// Most experts that the router kernel chooses among.
-const MAX_EXPERTS: usize = 1024;
+/// Most experts that a router chooses among.
+pub const MAX_EXPERTS: usize = 1024;
+/// Most groups of experts.
+pub const MAX_EXPERT_GROUPS: usize = 32;
 /// Most experts that are chosen among in registers.
 const FEW_EXPERTS: usize = 384;
 /// (row, choice) pairs that one warp puts in order.
@@ -139,7 +141,7 @@ impl Launcher<'_> {
         let fits = logits.dtype == Dtype::F32
             && bias.len == experts
             && (1..=MAX_EXPERTS).contains(&experts)
-            && (1..=32).contains(&groups)
+            && (1..=MAX_EXPERT_GROUPS).contains(&groups)
             && experts.is_multiple_of(groups)
             && (1..=groups).contains(&kept_groups)
             && (1..=experts / groups * kept_groups).contains(&top_k)

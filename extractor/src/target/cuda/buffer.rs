@@ -1,5 +1,4 @@
-//! Values on a GPU: buffers of a forward, weight matrices, and copies to and from them. Knows
-//! nothing of what they mean.
+//! Values on a GPU: buffers of a forward and weight matrices. Knows nothing of what they mean.
 
 use std::sync::Arc;
 

@@ -12,6 +12,7 @@ mod gemm;
 mod grouped;
 mod inputs;
 mod lanes;
+mod limits;
 mod memory;
 mod nccl;
 mod peers;

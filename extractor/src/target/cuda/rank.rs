@@ -116,6 +116,7 @@ pub(in crate::target) fn start(
     plans: &[RankPlan],
     source: Source,
 ) -> Result<(Ranks, Vec<u64>), TargetError> {
+    super::limits::check(spec)?;
     let gpus = if ranks_share_gpus() { 1 } else { plans.len() };
     require_gpus(gpus)?;
     let group = Group::new(plans.len(), options.exchange)?;
@@ -150,15 +151,15 @@ impl Group {
     }
 
     fn connect(&self, device: &mut Device) -> Result<Box<dyn Collective<CudaBuffer>>, TargetError> {
-        if matches!(self, Self::Alone) {
-            return Ok(Box::new(Solo));
-        }
-        let (rank, side) = (device.rank, device.open_side());
-        let stream = device.doing("make a stream", side)?;
+        let rank = device.rank;
+        let mut side = || {
+            let stream = device.open_side();
+            device.doing("make a stream", stream)
+        };
         Ok(match self {
             Self::Alone => Box::new(Solo),
-            Self::Nccl(group) => Box::new(group.connect(rank, stream)?),
-            Self::Peers(group) => Box::new(group.connect(rank, stream)?),
+            Self::Nccl(group) => Box::new(group.connect(rank, side()?)?),
+            Self::Peers(group) => Box::new(group.connect(rank, side()?)?),
         })
     }
 }

@@ -6,6 +6,8 @@ mod load;
 mod mla;
 mod mlp;
 mod moe;
+#[cfg(test)]
+mod order;
 mod reader;
 mod step;
 mod work;
@@ -35,6 +37,8 @@ use crate::capture::LayerRows;
 
 /// One rank's share of a model.
 pub(super) struct Model<O: Ops> {
+    /// First, so that it is dropped first: products settle their streams then, and with them what
+    /// other ranks still take of the buffers below.
     ops: O,
     collective: Box<dyn Collective<O::Buffer>>,
     spec: TargetSpec,

@@ -1,4 +1,4 @@
-//! A weight file mapped into memory. The only unsafe code of this crate; knows no format.
+//! A weight file mapped into memory; the unsafe code that this takes. Knows no format.
 
 use std::fs::File;
 use std::ops::Range;

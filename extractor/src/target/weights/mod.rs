@@ -102,11 +102,7 @@ impl Checkpoint {
         shape: [usize; 2],
         slice: &Slice,
     ) -> Result<Vec<f32>, WeightsError> {
-        let inside = |range: &Range<usize>, size| range.start <= range.end && range.end <= size;
-        if !inside(&slice.rows, shape[0]) || !inside(&slice.cols, shape[1]) {
-            let (name, rows, cols) = (name.to_owned(), slice.rows.clone(), slice.cols.clone());
-            return Err(WeightsError::SliceOutside { name, rows, cols, shape });
-        }
+        require_inside(name, shape, slice)?;
         format::decode(self, name, shape, slice)
     }
 
@@ -236,6 +232,16 @@ fn convert<const N: usize>(
     for (out, &element) in out.iter_mut().zip(elements.iter().skip(first)) {
         *out = value(element);
     }
+}
+
+/// Refuses a slice that reaches beyond the matrix `name` of `shape`.
+fn require_inside(name: &str, shape: [usize; 2], slice: &Slice) -> Result<(), WeightsError> {
+    let inside = |range: &Range<usize>, size| range.start <= range.end && range.end <= size;
+    if inside(&slice.rows, shape[0]) && inside(&slice.cols, shape[1]) {
+        return Ok(());
+    }
+    let (name, rows, cols) = (name.to_owned(), slice.rows.clone(), slice.cols.clone());
+    Err(WeightsError::SliceOutside { name, rows, cols, shape })
 }
 
 /// The name without the prefixes that multimodal checkpoints put before the language model.

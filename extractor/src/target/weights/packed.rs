@@ -9,7 +9,7 @@ use kernels::dequant::NVFP4_BLOCK;
 
 use super::format::{FP8_BLOCK, Stored, WeightFormat};
 use super::header::Dtype;
-use super::{Checkpoint, Slice, WeightsError};
+use super::{Checkpoint, Slice, WeightsError, require_inside};
 
 /// How a device holds a weight matrix [out, in].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -109,6 +109,7 @@ impl Checkpoint {
         slice: &Slice,
         format: PackedFormat,
     ) -> Result<PackedWeight<'a>, WeightsError> {
+        require_inside(name, shape, slice)?;
         let stored = Stored { checkpoint: self, name, shape };
         match format {
             PackedFormat::Bf16 => self.bf16(&stored, slice),
@@ -205,12 +206,16 @@ fn cut<'a>(
     rows: &Range<usize>,
     cols: &Range<usize>,
 ) -> Cow<'a, [u8]> {
-    // Parts were checked against their shapes, so this is all of the rows.
+    // Parts and slices were checked against the shapes, so this is all of the rows.
     let rows = bytes.get(rows.start * row_bytes..rows.end * row_bytes).unwrap_or_default();
     if cols.len() == row_bytes || rows.is_empty() {
         return Cow::Borrowed(rows);
     }
-    Cow::Owned(rows.chunks_exact(row_bytes).flat_map(|row| &row[cols.clone()]).copied().collect())
+    let mut part = Vec::with_capacity(rows.len() / row_bytes * cols.len());
+    for row in rows.chunks_exact(row_bytes) {
+        part.extend_from_slice(&row[cols.clone()]);
+    }
+    Cow::Owned(part)
 }
 
 fn twice(range: &Range<usize>) -> Range<usize> {
