@@ -215,6 +215,18 @@ fn resuming_with_other_settings_or_data_is_refused() {
     assert!(matches!(run(&config, Start::Resume), Err(FitError::OtherVocab { .. })));
 }
 
+/// "Any number of epochs, so many steps" plans no more than these steps.
+#[test]
+fn epochs_beyond_the_last_step_are_not_planned() {
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("data");
+    support::dataset(&data, 20);
+    let mut config = support::config(&data, &dir.path().join("run"));
+    (config.train.epochs, config.train.max_steps) = (1e15, 2);
+    let report = run(&config, Start::Fresh).unwrap();
+    assert_eq!((report.steps, report.stopped), (2, false));
+}
+
 #[test]
 fn accumulated_batches_are_one_large_batch() {
     let dir = tempfile::tempdir().unwrap();
