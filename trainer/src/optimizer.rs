@@ -302,7 +302,14 @@ impl<B: DraftOps + ExchangeOps> AdamW<B> {
                 draft.parameters().into_iter().map(own).collect()
             }
         };
-        let values = add_scaled(Some(add_scaled(None, values, decay)), present, 1.0 - decay);
+        let follow = |(old, new): ((String, Param<B>), (String, Param<B>))| {
+            // An average of the same value would move by roundings.
+            if self.frozen == Some(old.0.as_str()) {
+                return vec![old];
+            }
+            add_scaled(Some(add_scaled(None, vec![old], decay)), vec![new], 1.0 - decay)
+        };
+        let values = values.into_iter().zip(present).flat_map(follow).collect();
         self.average = Some(Average { decay, values });
     }
 }
