@@ -97,10 +97,8 @@ where
     let session = Session::<B>::open(config, (device, dtype))?;
     let mut state = TrainState::start(&session, &run, (start, world))?;
     let mut loader = session.loader(state.loader, world)?;
-    let mut log = match first {
-        true => Some(RunLog::open(&run.metrics(), state.step, session.total_steps)?),
-        false => None,
-    };
+    let open_log = || RunLog::open(&run.metrics(), state.step, session.total_steps);
+    let mut log = first.then(open_log).transpose()?;
     let clock = std::time::Instant::now();
     let (first_step, mut tokens) = (state.step, 0);
     let mut saved = None;
@@ -212,8 +210,7 @@ where
     B: AutodiffBackend + DraftOps + InputOps,
     B::InnerBackend: DraftOps + ExchangeOps,
 {
-    let checkpoint = state.checkpoint(session)?;
-    if state.shards.world().is_first() {
+    if let Some(checkpoint) = state.checkpoint(session)? {
         checkpoint.save(run)?;
     }
     Ok(())

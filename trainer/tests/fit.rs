@@ -148,7 +148,7 @@ fn resuming_at_every_step_of_fifty_is_bit_exact() {
         let mut loader = session.loader(state.loader, &World::alone()).unwrap();
         let group = state.next_group(&mut loader, straight.train.accumulate).unwrap().unwrap();
         state.train(&session, group).unwrap();
-        let saved = state.checkpoint(&session).unwrap().save(&again).unwrap();
+        let saved = state.checkpoint(&session).unwrap().unwrap().save(&again).unwrap();
         for name in ["weights.safetensors", "optimizer.safetensors", "state.json"] {
             let same = bytes(&original.checkpoint(k + 1), name) == bytes(&saved, name);
             assert!(same, "{name} differs after resuming at {k}");

@@ -10,9 +10,10 @@ use std::path::Path;
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::FloatDType;
 use serde_json::Value;
+use trainer::Param;
 use trainer::checkpoint::{Checkpoint, Parts, RunDir};
 use trainer::config::FitConfig;
-use trainer::exchange;
+use trainer::exchange::{self, Shards};
 use trainer::fit::{self, FitError, FitReport, Start};
 use trainer::world::{Place, World, WorldError};
 
@@ -136,6 +137,30 @@ fn sums_and_copies_are_those_of_all_processes() {
                 assert_eq!(list.len(), 15);
                 list.iter()
                     .for_each(|difference| assert_eq!(difference.value, 0.0, "{difference:?}"));
+            });
+        }
+    });
+}
+
+/// A part that only points into the whole parameter would keep all of its memory.
+#[test]
+fn a_process_keeps_memory_for_its_own_rows_only() {
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    std::thread::scope(|scope| {
+        for rank in 0..3 {
+            scope.spawn(move || {
+                let master = ("127.0.0.1".to_owned(), port);
+                let place = Place { rank, size: 3, local_rank: rank, master };
+                let world = World::join(place, "same", nobody_is_lost).unwrap();
+                let shards = Shards::<Flex>::join(&world, &Default::default()).unwrap();
+                for (rows, own) in [(6, 2 * rank..2 * rank + 2), (5, 0..5)] {
+                    let values: Vec<f32> = (0..2 * rows).map(|at| at as f32).collect();
+                    let whole = Param::from_vec(values.clone(), &[rows, 2], &Default::default());
+                    let Param::Matrix(part) = shards.keep(whole) else { panic!("a matrix") };
+                    let part = part.into_primitive().tensor();
+                    assert_eq!(part.storage::<f32>(), &values[2 * own.start..2 * own.end]);
+                }
+                world.finish();
             });
         }
     });
