@@ -220,10 +220,14 @@ fn check_layers(dataset: &ManifestDataset, target: &TargetConfig) -> Result<(), 
     Ok(())
 }
 
+/// Trained tokens that a sample needs for a row of its own: what the row is given, and what it
+/// predicts.
+const LEAST_TRAINED: usize = 2;
+
 /// The split without samples that no step can train on.
 fn split(dataset: &ManifestDataset, config: &FitConfig) -> Result<Split, FitError> {
     let mut split = dataset.split(config.data.held_out);
-    let trainable = |&at: &usize| dataset.samples()[at].trainable_tokens >= 2;
+    let trainable = |&at: &usize| dataset.samples()[at].trainable_tokens >= LEAST_TRAINED;
     let before = split.train.len() + split.held_out.len();
     split.train.retain(trainable);
     split.held_out.retain(trainable);
@@ -337,6 +341,17 @@ fn lift<B: AutodiffBackend>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::batch::BatchTokens;
+
+    #[test]
+    fn no_sample_that_has_a_row_is_skipped() {
+        for trained in 0..5 {
+            let mask = [[0; 3].as_slice(), &[1].repeat(trained)].concat();
+            let tokens = BatchTokens::new(vec![0; mask.len()], &mask, vec![0, mask.len()]).unwrap();
+            let rows = crate::ttt::step_rows(&tokens, 1);
+            assert_eq!(rows[0] > 0, trained >= LEAST_TRAINED, "{trained} trained tokens");
+        }
+    }
 
     #[test]
     fn memory_is_planned_for_the_largest_batch_there_can_be() {
