@@ -44,7 +44,7 @@ pub struct FitReport {
     pub new_steps: u64,
     /// Whether it was asked to stop before the last step.
     pub stopped: bool,
-    /// Tokens of the batches of this process.
+    /// Tokens of the batches of these new steps, over all processes of the run.
     pub tokens: u64,
     /// Wall time of this process's loop.
     pub seconds: f64,
