@@ -89,6 +89,7 @@ fn errors_have_their_exit_codes_and_say_what_to_do() {
         (vec!["evaluate", text(&missing)], 2, "--dataset"),
         (vec!["bench", "--tokens", "0"], 2, "--tokens"),
         (vec!["bench", "--vocab", "0"], 78, "vocab_size"),
+        (vec!["bench", "--intermediate", "9000000000000000000"], 78, "at most 16777216"),
         (vec!["evaluate"], 2, "DRAFT"),
     ] {
         let output = trainer(&args);

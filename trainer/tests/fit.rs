@@ -357,6 +357,13 @@ fn a_run_that_blows_up_stops_before_the_update_and_keeps_its_checkpoint() {
     for step in RunDir::new(&out).steps().unwrap() {
         Checkpoint::load(&RunDir::new(&out).checkpoint(step), Parts::Everything).unwrap();
     }
+    // No loss follows the last update: its weights are looked at before they are kept.
+    config.checkpoint.run_dir = dir.path().join("last");
+    (config.train.lr, config.train.max_steps, config.data.held_out) = (1e300, 1, 0.0);
+    let error = run(&config, Start::Fresh).unwrap_err();
+    assert!(matches!(&error, FitError::StateNotFinite { step: 1, .. }), "{error}");
+    assert_eq!(error.exit_code(), 65);
+    assert!(RunDir::new(&config.checkpoint.run_dir).steps().unwrap().is_empty());
 }
 
 #[test]

@@ -301,10 +301,11 @@ where
     }
 
     /// Everything needed to continue from here, on the first process; `None` on the others. All
-    /// take part.
+    /// take part. Values that are not finite are an error.
     pub fn checkpoint(&self, session: &Session<B>) -> Result<Option<Checkpoint>, FitError> {
         let (mut weights, mut optimizer) = (TensorFile::default(), TensorFile::default());
         let (first, averages) = (self.shards.world().is_first(), self.optimizer.averages());
+        let mut bad = None;
         self.optimizer.each(&self.draft, &self.shards, &mut |what, name, param| {
             if !first {
                 return;
@@ -315,9 +316,15 @@ where
                 Kept::First => (&mut optimizer, FIRST),
                 Kept::Second => (&mut optimizer, SECOND),
             };
-            let tensor = HostTensor::f32(&param.to_vec(), &param.shape());
-            file.tensors.insert(format!("{prefix}{name}"), tensor);
+            let (name, values) = (format!("{prefix}{name}"), param.to_vec());
+            if !values.iter().all(|value| value.is_finite()) {
+                bad.get_or_insert_with(|| name.clone());
+            }
+            file.tensors.insert(name, HostTensor::f32(&values, &param.shape()));
         })?;
+        if let Some(name) = bad {
+            return Err(FitError::StateNotFinite { step: self.step, name });
+        }
         if !first {
             return Ok(None);
         }
