@@ -65,8 +65,8 @@ pub(crate) fn run(args: &FitArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
     }
 }
 
-/// The checkpoint to continue from. Of several processes the first one sets damaged ones aside, before
-/// it meets the others; these only pass over them.
+/// The checkpoint to continue from. Of several processes the first one sets damaged ones aside,
+/// before it meets the others; these only pass over them.
 fn newest(run: &Path, allow_older: bool) -> anyhow::Result<PathBuf> {
     let run = RunDir::new(run);
     if !allow_older {
