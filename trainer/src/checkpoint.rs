@@ -33,6 +33,10 @@ const VOCAB: &str = "vocab.safetensors";
 const GOLDEN: &str = "golden.safetensors";
 /// Prefix of the parameters beside their average.
 pub const TRAINED: &str = "trained.";
+/// Prefix of the first moments.
+pub const FIRST: &str = "first.";
+/// Prefix of the second moments.
+pub const SECOND: &str = "second.";
 
 /// The best checkpoint of a run so far, by acceptance on the held-out samples.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -99,14 +103,6 @@ pub enum Parts {
     Everything,
     /// Without moments, to evaluate or export. Their digest is not checked either.
     Inference,
-}
-
-/// Parameters or moments as a tensor file, names prefixed.
-pub fn to_tensors<B: Backend>(named: &Named<B>, prefix: &str, file: &mut TensorFile) {
-    for (name, param) in named {
-        let tensor = HostTensor::f32(&param.to_vec(), &param.shape());
-        file.tensors.insert(format!("{prefix}{name}"), tensor);
-    }
 }
 
 impl Checkpoint {
@@ -205,12 +201,14 @@ impl Checkpoint {
         })
     }
 
-    /// First and second moments in the order of the draft's parameters.
+    /// First and second moments in the order of the draft's parameters, of each what `keep` makes
+    /// of it before the next is loaded.
     pub fn moments<B: Backend>(
         &self,
         device: &B::Device,
+        keep: impl Fn(Param<B>) -> Param<B>,
     ) -> Result<(Named<B>, Named<B>), CheckpointError> {
-        Ok((self.stored("first.", device)?, self.stored("second.", device)?))
+        Ok((self.stored(FIRST, device, &keep)?, self.stored(SECOND, device, &keep)?))
     }
 
     /// The draft as it was trained, where the weights are an average of it.
@@ -218,7 +216,7 @@ impl Checkpoint {
         &self,
         device: &B::Device,
     ) -> Result<Eagle3Draft<B>, CheckpointError> {
-        let mut stored = self.stored(TRAINED, device)?.into_iter();
+        let mut stored = self.stored(TRAINED, device, &|whole| whole)?.into_iter();
         let next = &mut |name: &str, _: &[usize]| match stored.next() {
             Some((_, param)) => Ok(param),
             None => Err(CheckpointError::Tensor { path: OPTIMIZER.into(), name: name.into() }),
@@ -230,6 +228,7 @@ impl Checkpoint {
         &self,
         prefix: &str,
         device: &B::Device,
+        keep: &dyn Fn(Param<B>) -> Param<B>,
     ) -> Result<Named<B>, CheckpointError> {
         let path = Path::new(OPTIMIZER);
         let file = self.optimizer.as_ref().ok_or_else(|| CheckpointError::Missing {
@@ -238,7 +237,7 @@ impl Checkpoint {
         })?;
         let read = |(name, shape): (String, Vec<usize>)| {
             let values = file.f32(&format!("{prefix}{name}"), &shape, path)?;
-            Ok((name, Param::from_vec(values, &shape, device)))
+            Ok((name, keep(Param::from_vec(values, &shape, device))))
         };
         self.state.draft.parameter_shapes().into_iter().map(read).collect()
     }

@@ -316,11 +316,14 @@ impl Default for CheckpointSection {
     }
 }
 
+/// Room for batches is taken when a run starts.
+const MOST_PREFETCHED: usize = 1024;
+
 impl FitConfig {
     /// Checks ranges that the types do not; the error names the key.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let (data, train, keep) = (&self.data, &self.train, &self.checkpoint);
-        let rules: [(bool, &str, String, &str); 21] = [
+        let rules: [(bool, &str, String, &str); 24] = [
             (
                 !data.dataset.as_os_str().is_empty(),
                 "data.dataset",
@@ -334,19 +337,25 @@ impl FitConfig {
                 "0 to below 1",
             ),
             positive("data.max_tokens", data.max_tokens as u64),
-            positive("data.prefetch", data.prefetch as u64),
+            (
+                (1..=MOST_PREFETCHED).contains(&data.prefetch),
+                "data.prefetch",
+                data.prefetch.to_string(),
+                "1 to 1024",
+            ),
             positive_real("train.epochs", train.epochs),
             positive_real("train.lr", train.lr),
             unit("train.lr_floor", train.lr_floor),
             unit("train.beta1", train.beta1),
             unit("train.beta2", train.beta2),
-            positive_real("train.adam_eps", train.adam_eps),
             (
-                train.weight_decay >= 0.0 && train.clip >= 0.0,
-                "train.weight_decay",
-                format!("{} (clip {})", train.weight_decay, train.clip),
-                "at least 0, as train.clip",
+                train.adam_eps as f32 > 0.0 && (train.adam_eps as f32).is_finite(),
+                "train.adam_eps",
+                train.adam_eps.to_string(),
+                "above 0, in f32 too",
             ),
+            at_least_zero("train.weight_decay", train.weight_decay),
+            at_least_zero("train.clip", train.clip),
             (
                 (1..=16).contains(&train.ttt_steps),
                 "train.ttt_steps",
@@ -364,22 +373,16 @@ impl FitConfig {
                 format!("{:?}", train.lr_milestones),
                 "shares of the run, 0 to 1",
             ),
-            (
-                train.noise >= 0.0 && train.noise.is_finite(),
-                "train.noise",
-                train.noise.to_string(),
-                "at least 0",
-            ),
+            at_least_zero("train.noise", train.noise),
             (
                 !keep.run_dir.as_os_str().is_empty(),
                 "checkpoint.run_dir",
                 String::new(),
                 "--run-dir DIR, a directory for metrics and checkpoints",
             ),
-            positive(
-                "checkpoint.checkpoint_every",
-                keep.checkpoint_every.min(keep.eval_every).min(keep.keep_last as u64),
-            ),
+            positive("checkpoint.checkpoint_every", keep.checkpoint_every),
+            positive("checkpoint.eval_every", keep.eval_every),
+            positive("checkpoint.keep_last", keep.keep_last as u64),
         ];
         match rules.into_iter().find(|(holds, ..)| !holds) {
             None => self.draft.validate_layout(),
@@ -435,6 +438,10 @@ fn positive(key: &str, value: u64) -> Rule<'_> {
 
 fn positive_real(key: &str, value: f64) -> Rule<'_> {
     (value > 0.0 && value.is_finite(), key, value.to_string(), "above 0")
+}
+
+fn at_least_zero(key: &str, value: f64) -> Rule<'_> {
+    (value >= 0.0 && value.is_finite(), key, value.to_string(), "at least 0")
 }
 
 fn unit(key: &str, value: f64) -> Rule<'_> {

@@ -239,6 +239,10 @@ mod tests {
         let [kept, again] =
             [Activations::Keep, Activations::Recompute].map(|choice| plan.total(choice));
         assert_eq!(kept - again, plan.recomputed);
+        let matrices = 7168 * (3 * 7168 + 3 * 2 * 8192 + 8192 + 3 * 18432 + 32_000);
+        let parameters = matrices + 4 * 7168;
+        // Gradients in bf16 too; f32 parameters and two moments.
+        assert_eq!([plan.parameters, plan.optimizer], [2 * 2 * parameters, 12 * parameters]);
         assert_eq!(plan.choose(141_000_000_000), Activations::Keep, "{plan}");
         assert_eq!(plan.choose(80_000_000_000), Activations::Recompute, "{plan}");
     }

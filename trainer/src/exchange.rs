@@ -141,6 +141,18 @@ impl<B: ExchangeOps> Shards<B> {
         }
     }
 
+    /// The same in memory of its own: a part of a whole parameter would keep the whole one's.
+    pub fn keep(&self, param: Param<B>) -> Param<B> {
+        if self.rows(&param.shape()).is_none() {
+            return param;
+        }
+        // Held twice, so that the product can't be made in place.
+        match self.own(param) {
+            Param::Vector(part) => Param::Vector(part.clone().mul_scalar(1.0)),
+            Param::Matrix(part) => Param::Matrix(part.clone().mul_scalar(1.0)),
+        }
+    }
+
     /// This process's part of the sum of a gradient over all processes.
     pub fn sum(&self, gradient: Param<B>) -> Result<Param<B>, ExchangeError> {
         let Some(group) = &self.group else { return Ok(gradient) };

@@ -44,7 +44,7 @@ pub struct FitReport {
     pub new_steps: u64,
     /// Whether it was asked to stop before the last step.
     pub stopped: bool,
-    /// Tokens of the batches of this process.
+    /// Tokens of the batches of these new steps, over all processes of the run.
     pub tokens: u64,
     /// Wall time of this process's loop.
     pub seconds: f64,
@@ -210,8 +210,7 @@ where
     B: AutodiffBackend + DraftOps + InputOps,
     B::InnerBackend: DraftOps + ExchangeOps,
 {
-    let checkpoint = state.checkpoint(session)?;
-    if state.shards.world().is_first() {
+    if let Some(checkpoint) = state.checkpoint(session)? {
         checkpoint.save(run)?;
     }
     Ok(())

@@ -47,12 +47,20 @@ impl LoaderPlan {
         plan(&order, &lengths, self.max_tokens)
     }
 
-    /// Groups of `accumulate` batches over all epochs, at least one; none spans two epochs.
-    pub fn total_steps(&self, dataset: &ManifestDataset, accumulate: usize) -> u64 {
+    /// Groups of `accumulate` batches over all epochs, none of which spans two: at least one, at
+    /// most `limit` if that is not 0. Epochs that the limit cuts off are not planned.
+    pub fn total_steps(&self, dataset: &ManifestDataset, accumulate: usize, limit: u64) -> u64 {
+        let limit = if limit > 0 { limit } else { u64::MAX };
         let groups = |epoch| self.batches(dataset, epoch).len().div_ceil(accumulate) as u64;
-        let whole: u64 = (0..self.epochs as u64).map(groups).sum();
+        let mut steps = 0;
+        for epoch in 0..self.epochs as u64 {
+            if steps >= limit {
+                return limit;
+            }
+            steps += groups(epoch);
+        }
         let rest = self.epochs.fract() * groups(self.epochs as u64) as f64;
-        (whole + rest.round() as u64).max(1)
+        (steps + rest.round() as u64).clamp(1, limit)
     }
 }
 

@@ -73,10 +73,10 @@ impl TttMetrics {
         }
     }
 
-    /// Loss of each step: sum over divisor.
+    /// Loss of each step: sum over divisor; 0 without rows.
     pub fn step_loss(&self) -> Vec<f64> {
         let pairs = self.step_loss_sum.iter().zip(&self.step_divisor);
-        pairs.map(|(sum, divisor)| sum / divisor).collect()
+        pairs.map(|(sum, divisor)| sum / divisor.max(1.0)).collect()
     }
 
     /// `sum_k decay^k * step_loss[k]`.

@@ -45,6 +45,19 @@ pub struct AdamW<B: Backend> {
     average: Option<Average<B>>,
 }
 
+/// What a value of the optimizer is of its parameter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kept {
+    /// The parameter itself, in f32.
+    Weight,
+    /// Its moving average.
+    Average,
+    /// Running mean of its gradients.
+    First,
+    /// Running mean of their squares.
+    Second,
+}
+
 /// A moving average of the parameters, in f32.
 #[derive(Clone, Debug)]
 struct Average<B: Backend> {
@@ -92,9 +105,9 @@ impl GradientError {
 }
 
 impl<B: DraftOps + ExchangeOps> AdamW<B> {
-    /// Zero moments for the parameters of a draft.
-    pub fn new(config: AdamWConfig, draft: &Eagle3Draft<B>) -> Self {
-        let zeros = |(name, param): (String, Param<B>)| (name, param.zeros_like());
+    /// Zero moments for this process's parts of the parameters of a draft.
+    pub fn new(config: AdamWConfig, draft: &Eagle3Draft<B>, shards: &Shards<B>) -> Self {
+        let zeros = |(name, param): (String, Param<B>)| (name, shards.own(param).zeros_like());
         let moments = |draft: &Eagle3Draft<B>| -> Named<B> {
             draft.parameters().into_iter().map(zeros).collect()
         };
@@ -103,7 +116,7 @@ impl<B: DraftOps + ExchangeOps> AdamW<B> {
         Self::from_moments(config, 0, first, second)
     }
 
-    /// Continues from stored moments, in the order of the parameters.
+    /// Continues from stored moments of this process's parts, in the order of the parameters.
     pub fn from_moments(config: AdamWConfig, step: u64, first: Named<B>, second: Named<B>) -> Self {
         Self { config, step, first, second, masters: None, frozen: None, average: None }
     }
@@ -113,50 +126,58 @@ impl<B: DraftOps + ExchangeOps> AdamW<B> {
         Self { frozen: Some(name), ..self }
     }
 
-    /// Keeps a moving average of the parameters, which is `start` now: whole f32 parameters.
-    pub fn with_average(self, decay: f64, start: Named<B>) -> Self {
-        Self { average: Some(Average { decay, values: start }), ..self }
+    /// Keeps a moving average of this process's parts of the parameters, which are `start` now:
+    /// whole f32 parameters.
+    pub fn with_average(self, decay: f64, start: Named<B>, shards: &Shards<B>) -> Self {
+        Self { average: Some(Average { decay, values: kept(start, shards) }), ..self }
     }
 
-    /// Keeps the f32 parameters of `draft` here and gives a draft whose matrices are of type
-    /// `dtype` to compute with. Does nothing when that is f32 too.
+    /// Keeps this process's parts of the f32 parameters of `draft` here and gives a draft whose
+    /// matrices are of type `dtype` to compute with. Does nothing when that is f32 too.
     pub fn with_working_copy(
         self,
         draft: Eagle3Draft<B>,
-        dtype: FloatDType,
+        (dtype, shards): (FloatDType, &Shards<B>),
     ) -> (Self, Eagle3Draft<B>) {
         if dtype == FloatDType::F32 {
             return (self, draft);
         }
-        let copy = |draft: &Eagle3Draft<B>| draft.with_dtype(dtype);
-        let copy = B::memory_persistent_allocations(&draft.device(), &draft, copy);
-        (Self { masters: Some(draft.parameters()), ..self }, copy)
+        let copy =
+            |draft: &Eagle3Draft<B>| (kept(draft.parameters(), shards), draft.with_dtype(dtype));
+        let (masters, copy) = B::memory_persistent_allocations(&draft.device(), &draft, copy);
+        (Self { masters: Some(masters), ..self }, copy)
     }
 
-    /// Drops what other processes keep.
-    pub fn split(self, shards: &Shards<B>) -> Self {
-        let own = |list: Named<B>| -> Named<B> {
-            list.into_iter().map(|(name, param)| (name, shards.own(param))).collect()
-        };
-        Self {
-            first: own(self.first),
-            second: own(self.second),
-            masters: self.masters.map(own),
-            average: self.average.map(|kept| Average { values: own(kept.values), ..kept }),
-            ..self
-        }
-    }
-
-    /// The parameters in full precision, whole, in the order of [`Eagle3Draft::parameters`].
-    pub fn weights(
+    /// Calls `take` with everything that a checkpoint holds, in the order of the parameters, whole
+    /// and one by one: never is more than one parameter's value gathered. All processes take part.
+    pub fn each(
         &self,
         draft: &Eagle3Draft<B>,
         shards: &Shards<B>,
-    ) -> Result<Named<B>, ExchangeError> {
-        match &self.masters {
-            Some(masters) => whole(masters, draft, shards),
-            None => Ok(draft.parameters()),
+        take: &mut dyn FnMut(Kept, &str, Param<B>),
+    ) -> Result<(), ExchangeError> {
+        let average = self.average.as_ref().map(|kept| &kept.values);
+        let lists = [
+            (Kept::Weight, self.masters.as_ref()),
+            (Kept::Average, average),
+            (Kept::First, Some(&self.first)),
+            (Kept::Second, Some(&self.second)),
+        ];
+        if self.masters.is_none() {
+            draft.parameters().into_iter().for_each(|(name, p)| take(Kept::Weight, &name, p));
         }
+        let shapes = draft.config().parameter_shapes();
+        for (what, list) in lists {
+            for ((name, part), (_, shape)) in list.into_iter().flatten().zip(&shapes) {
+                take(what, name, shards.whole(part.clone(), shape)?);
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether a moving average is kept.
+    pub fn averages(&self) -> bool {
+        self.average.is_some()
     }
 
     /// The average of the parameters, whole; `None` where none is kept.
@@ -171,15 +192,6 @@ impl<B: DraftOps + ExchangeOps> AdamW<B> {
     /// Updates taken so far.
     pub fn steps(&self) -> u64 {
         self.step
-    }
-
-    /// First and second moments, whole, in the order of the parameters.
-    pub fn moments(
-        &self,
-        draft: &Eagle3Draft<B>,
-        shards: &Shards<B>,
-    ) -> Result<(Named<B>, Named<B>), ExchangeError> {
-        Ok((whole(&self.first, draft, shards)?, whole(&self.second, draft, shards)?))
     }
 
     /// Sums the gradients over all processes, clips them to the global norm, updates moments and
@@ -302,9 +314,21 @@ impl<B: DraftOps + ExchangeOps> AdamW<B> {
                 draft.parameters().into_iter().map(own).collect()
             }
         };
-        let values = add_scaled(Some(add_scaled(None, values, decay)), present, 1.0 - decay);
+        let follow = |(old, new): ((String, Param<B>), (String, Param<B>))| {
+            // An average of the same value would move by roundings.
+            if self.frozen == Some(old.0.as_str()) {
+                return vec![old];
+            }
+            add_scaled(Some(add_scaled(None, vec![old], decay)), vec![new], 1.0 - decay)
+        };
+        let values = values.into_iter().zip(present).flat_map(follow).collect();
         self.average = Some(Average { decay, values });
     }
+}
+
+/// This process's parts of whole parameters.
+fn kept<B: ExchangeOps>(list: Named<B>, shards: &Shards<B>) -> Named<B> {
+    list.into_iter().map(|(name, param)| (name, shards.keep(param))).collect()
 }
 
 /// Whole parameters from everybody's parts.

@@ -265,7 +265,8 @@ fn divisors(tokens: &BatchTokens, masks: &RowMasks, options: &TttOptions) -> Vec
         return divisors.clone();
     }
     let divisor = |rows: &Vec<bool>| match options.mask_mode {
-        MaskMode::Chain => rows.iter().filter(|&&row| row).count().max(1) as f64,
+        // Not more where there are none: divisors of batches add up.
+        MaskMode::Chain => rows.iter().filter(|&&row| row).count() as f64,
         MaskMode::Specforge { .. } => tokens.rows() as f64,
     };
     masks.in_loss.iter().map(divisor).collect()

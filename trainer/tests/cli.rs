@@ -4,9 +4,10 @@
 mod support;
 
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Child, Command, Output, Stdio};
 
 use serde_json::Value;
+use trainer::world::{Place, World};
 
 fn trainer(args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_trainer")).args(args).output().unwrap()
@@ -87,6 +88,8 @@ fn errors_have_their_exit_codes_and_say_what_to_do() {
         (vec!["export", text(dir.path()), "out"], 65, "BLAKE3SUMS"),
         (vec!["evaluate", text(&missing)], 2, "--dataset"),
         (vec!["bench", "--tokens", "0"], 2, "--tokens"),
+        (vec!["bench", "--vocab", "0"], 78, "vocab_size"),
+        (vec!["bench", "--intermediate", "9000000000000000000"], 78, "at most 16777216"),
         (vec!["evaluate"], 2, "DRAFT"),
     ] {
         let output = trainer(&args);
@@ -142,21 +145,77 @@ fn a_half_set_environment_of_several_processes_is_refused() {
     assert!(errors.contains("MASTER_ADDR, MASTER_PORT"), "{errors}");
 }
 
+fn free_port() -> u16 {
+    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+/// Starts one of two processes, as torchrun does.
+fn start(rank: usize, port: u16, args: &[&str]) -> Child {
+    Command::new(env!("CARGO_BIN_EXE_trainer"))
+        .args(args)
+        .env("RANK", rank.to_string())
+        .env("WORLD_SIZE", "2")
+        .env("MASTER_ADDR", "127.0.0.1")
+        .env("MASTER_PORT", port.to_string())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap()
+}
+
+/// Both processes take the same way around a damaged checkpoint; one of them moves it.
+#[test]
+fn several_processes_go_on_from_an_older_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    let (data, run) = (dir.path().join("data"), dir.path().join("run"));
+    support::dataset(&data, 40);
+    let settings = [
+        ["--dataset", text(&data)],
+        ["--run-dir", text(&run)],
+        ["--max-tokens", "64"],
+        ["--ttt-steps", "2"],
+        ["--draft-vocab-size", "44"],
+        ["--accumulate", "2"],
+        ["--max-steps", "4"],
+        ["--checkpoint-every", "1"],
+        ["--keep-last", "9"],
+    ];
+    json(&[&["fit", "--json"], &settings.concat()[..]].concat());
+    let checkpoints = run.join("checkpoints");
+    // One with bytes changed, and a newer one that lost its list.
+    std::fs::write(checkpoints.join("step-00000003/weights.safetensors"), "damaged").unwrap();
+    std::fs::remove_file(checkpoints.join("step-00000004/BLAKE3SUMS")).unwrap();
+    let port = free_port();
+    let args = ["fit", "--json", "--resume", text(&run), "--allow-older", "--keep-last", "9"];
+    let processes = [0, 1].map(|rank| start(rank, port, &args));
+    let [first, second] = processes.map(|process| process.wait_with_output().unwrap());
+    for output in [&first, &second] {
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{errors}");
+    }
+    let report: Value = serde_json::from_slice(&first.stdout).unwrap();
+    assert_eq!(report["steps"], 4);
+    let aside = ["damaged-step-00000003", "damaged-step-00000004"];
+    assert!(aside.iter().all(|name| checkpoints.join(name).is_dir()));
+}
+
+#[test]
+fn who_loses_another_process_ends_with_75() {
+    let port = free_port();
+    let process = start(0, port, &["check", "--exchange"]);
+    let place = Place { rank: 1, size: 2, local_rank: 1, master: ("127.0.0.1".into(), port) };
+    // Gone without a word, while the other one waits for its part of a sum.
+    drop(World::join(place, "check", |_| ()).unwrap());
+    let output = process.wait_with_output().unwrap();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(75), "{errors}");
+    assert!(errors.contains("rank 1 is gone"), "{errors}");
+}
+
 #[test]
 fn processes_of_torchruns_environment_find_one_another() {
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    let start = |rank: usize| {
-        Command::new(env!("CARGO_BIN_EXE_trainer"))
-            .args(["check", "--exchange"])
-            .env("RANK", rank.to_string())
-            .env("WORLD_SIZE", "2")
-            .env("MASTER_ADDR", "127.0.0.1")
-            .env("MASTER_PORT", port.to_string())
-            .stdout(std::process::Stdio::piped())
-            .spawn()
-            .unwrap()
-    };
-    let processes = [start(0), start(1)];
+    let port = free_port();
+    let processes = [0, 1].map(|rank| start(rank, port, &["check", "--exchange"]));
     for (rank, process) in processes.into_iter().enumerate() {
         let output = process.wait_with_output().unwrap();
         let printed = String::from_utf8_lossy(&output.stdout).into_owned();

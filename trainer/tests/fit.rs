@@ -7,7 +7,7 @@ use std::path::Path;
 
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::FloatDType;
-use trainer::checkpoint::{Checkpoint, Parts, RunDir};
+use trainer::checkpoint::{Best, Checkpoint, Parts, RunDir};
 use trainer::config::{FitConfig, Layout, Loss, NoiseKind};
 use trainer::dataset::ManifestDataset;
 use trainer::fit::{self, FitError, FitReport, Session, Start, TrainState};
@@ -148,7 +148,7 @@ fn resuming_at_every_step_of_fifty_is_bit_exact() {
         let mut loader = session.loader(state.loader, &World::alone()).unwrap();
         let group = state.next_group(&mut loader, straight.train.accumulate).unwrap().unwrap();
         state.train(&session, group).unwrap();
-        let saved = state.checkpoint(&session).unwrap().save(&again).unwrap();
+        let saved = state.checkpoint(&session).unwrap().unwrap().save(&again).unwrap();
         for name in ["weights.safetensors", "optimizer.safetensors", "state.json"] {
             let same = bytes(&original.checkpoint(k + 1), name) == bytes(&saved, name);
             assert!(same, "{name} differs after resuming at {k}");
@@ -215,6 +215,111 @@ fn resuming_with_other_settings_or_data_is_refused() {
     assert!(matches!(run(&config, Start::Resume), Err(FitError::OtherVocab { .. })));
 }
 
+/// Values of a name in metrics.jsonl, one a step.
+fn curve(run_dir: &Path, name: &str) -> Vec<f64> {
+    let text = std::fs::read_to_string(RunDir::new(run_dir).metrics()).unwrap();
+    let value =
+        |line: &str| serde_json::from_str::<serde_json::Value>(line).unwrap()[name].as_f64();
+    text.lines().filter_map(value).collect()
+}
+
+#[test]
+fn the_first_step_has_the_first_rate_and_the_last_is_above_the_floor() {
+    let dir = tempfile::tempdir().unwrap();
+    let (data, out) = (dir.path().join("data"), dir.path().join("run"));
+    support::dataset(&data, 20);
+    let mut config = support::config(&data, &out);
+    let train = &mut config.train;
+    (train.epochs, train.max_steps, train.warmup_steps) = (9.0, 5, 2);
+    (train.lr, train.schedule) = (0.75, Decay::Linear);
+    run(&config, Start::Fresh).unwrap();
+    let rates = curve(&out, "lr");
+    for (rate, expected) in rates.iter().zip([0.375, 0.75, 0.75, 0.5, 0.25]) {
+        assert!((rate - expected).abs() < 1e-12, "{rates:?}");
+    }
+    assert_eq!(rates.len(), 5);
+}
+
+#[test]
+fn a_step_takes_batches_of_one_epoch_only() {
+    let dir = tempfile::tempdir().unwrap();
+    let (data, out) = (dir.path().join("data"), dir.path().join("run"));
+    support::dataset(&data, 20);
+    let mut config = support::config(&data, &out);
+    (config.train.epochs, config.train.accumulate) = (2.0, 1000);
+    assert_eq!(run(&config, Start::Fresh).unwrap().steps, 2);
+    let rows = curve(&out, "train/rows");
+    assert!(rows.len() == 2 && rows[0] == rows[1] && rows[0] > 0.0, "{rows:?}");
+}
+
+/// A sample that is a batch of its own is met again in every epoch, but not its noise.
+#[test]
+fn noise_differs_from_epoch_to_epoch() {
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("data");
+    support::dataset(&data, 12);
+    let losses = |name: &str, noise: f64| {
+        let mut config = support::config(&data, &dir.path().join(name));
+        config.data.max_tokens = 1;
+        // Too small a rate to move a weight.
+        (config.train.epochs, config.train.noise, config.train.lr) = (2.0, noise, 1e-20);
+        run(&config, Start::Fresh).unwrap();
+        let mut losses = curve(&dir.path().join(name), "train/loss");
+        let mut again = losses.split_off(losses.len() / 2);
+        losses.sort_by(f64::total_cmp);
+        again.sort_by(f64::total_cmp);
+        [losses, again]
+    };
+    let [first, second] = losses("plain", 0.0);
+    assert_eq!(first, second);
+    let [first, second] = losses("noisy", 0.5);
+    assert!(first.iter().zip(&second).all(|(a, b)| a != b), "{first:?} {second:?}");
+}
+
+#[test]
+fn the_best_checkpoint_outlives_newer_ones() {
+    let dir = tempfile::tempdir().unwrap();
+    let run_dir = RunDir::new(dir.path());
+    for step in 1..=4 {
+        std::fs::create_dir_all(run_dir.checkpoint(step)).unwrap();
+        std::fs::write(run_dir.checkpoint(step).join("BLAKE3SUMS"), "").unwrap();
+    }
+    run_dir.prune(2, Some(Best { step: 1, acceptance_length: 2.5 })).unwrap();
+    assert_eq!(run_dir.steps().unwrap(), [1, 3, 4]);
+    run_dir.prune(1, None).unwrap();
+    assert_eq!(run_dir.steps().unwrap(), [4]);
+}
+
+#[test]
+fn only_a_longer_acceptance_length_is_better() {
+    let dir = tempfile::tempdir().unwrap();
+    let (data, out) = (dir.path().join("data"), dir.path().join("run"));
+    support::dataset(&data, 20);
+    let config = support::config(&data, &out);
+    let place = (&Default::default(), FloatDType::F32);
+    let session = Session::<Backend>::open(&config, place).unwrap();
+    let start = (Start::Fresh, &World::alone());
+    let mut state = TrainState::start(&session, &RunDir::new(&out), start).unwrap();
+    let lengths = [1.5, 1.5, 1.25, 2.0].map(|length| {
+        state.step += 1;
+        state.judge(length)
+    });
+    assert_eq!(lengths, [true, false, false, true]);
+    assert_eq!(state.best, Some(Best { step: 4, acceptance_length: 2.0 }));
+}
+
+/// "Any number of epochs, so many steps" plans no more than these steps.
+#[test]
+fn epochs_beyond_the_last_step_are_not_planned() {
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("data");
+    support::dataset(&data, 20);
+    let mut config = support::config(&data, &dir.path().join("run"));
+    (config.train.epochs, config.train.max_steps) = (1e15, 2);
+    let report = run(&config, Start::Fresh).unwrap();
+    assert_eq!((report.steps, report.stopped), (2, false));
+}
+
 #[test]
 fn accumulated_batches_are_one_large_batch() {
     let dir = tempfile::tempdir().unwrap();
@@ -252,6 +357,13 @@ fn a_run_that_blows_up_stops_before_the_update_and_keeps_its_checkpoint() {
     for step in RunDir::new(&out).steps().unwrap() {
         Checkpoint::load(&RunDir::new(&out).checkpoint(step), Parts::Everything).unwrap();
     }
+    // No loss follows the last update: its weights are looked at before they are kept.
+    config.checkpoint.run_dir = dir.path().join("last");
+    (config.train.lr, config.train.max_steps, config.data.held_out) = (1e300, 1, 0.0);
+    let error = run(&config, Start::Fresh).unwrap_err();
+    assert!(matches!(&error, FitError::StateNotFinite { step: 1, .. }), "{error}");
+    assert_eq!(error.exit_code(), 65);
+    assert!(RunDir::new(&config.checkpoint.run_dir).steps().unwrap().is_empty());
 }
 
 #[test]

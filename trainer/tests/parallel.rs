@@ -9,10 +9,12 @@ use std::path::Path;
 
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::FloatDType;
+use extractor::shutdown::Shutdown;
 use serde_json::Value;
+use trainer::Param;
 use trainer::checkpoint::{Checkpoint, Parts, RunDir};
 use trainer::config::FitConfig;
-use trainer::exchange;
+use trainer::exchange::{self, Shards};
 use trainer::fit::{self, FitError, FitReport, Start};
 use trainer::world::{Place, World, WorldError};
 
@@ -139,6 +141,60 @@ fn sums_and_copies_are_those_of_all_processes() {
             });
         }
     });
+}
+
+/// A part that only points into the whole parameter would keep all of its memory.
+#[test]
+fn a_process_keeps_memory_for_its_own_rows_only() {
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    std::thread::scope(|scope| {
+        for rank in 0..3 {
+            scope.spawn(move || {
+                let master = ("127.0.0.1".to_owned(), port);
+                let place = Place { rank, size: 3, local_rank: rank, master };
+                let world = World::join(place, "same", nobody_is_lost).unwrap();
+                let shards = Shards::<Flex>::join(&world, &Default::default()).unwrap();
+                for (rows, own) in [(6, 2 * rank..2 * rank + 2), (5, 0..5)] {
+                    let values: Vec<f32> = (0..2 * rows).map(|at| at as f32).collect();
+                    let whole = Param::from_vec(values.clone(), &[rows, 2], &Default::default());
+                    let Param::Matrix(part) = shards.keep(whole) else { panic!("a matrix") };
+                    let part = part.into_primitive().tensor();
+                    assert_eq!(part.storage::<f32>(), &values[2 * own.start..2 * own.end]);
+                }
+                world.finish();
+            });
+        }
+    });
+}
+
+#[test]
+fn a_signal_to_one_process_stops_all_after_the_same_step() {
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("data");
+    support::dataset(&data, 20);
+    let mut config = settings(&data, &dir.path().join("run"));
+    config.train.accumulate = 2;
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    std::thread::scope(|scope| {
+        for rank in 0..2 {
+            let config = &config;
+            scope.spawn(move || {
+                let master = ("127.0.0.1".to_owned(), port);
+                let place = Place { rank, size: 2, local_rank: rank, master };
+                let world = World::join(place, "same", nobody_is_lost).unwrap();
+                let stop = Shutdown::default();
+                if rank == 1 {
+                    stop.request();
+                }
+                let (start, cpu) = ((Start::Fresh, &world), Default::default());
+                let place = (&cpu, FloatDType::F32);
+                let report = fit::run_until::<Backend>(config, start, place, &stop).unwrap();
+                world.finish();
+                assert_eq!((report.stopped, report.steps), (true, 0), "rank {rank}");
+            });
+        }
+    });
+    assert_eq!(RunDir::new(&config.checkpoint.run_dir).steps().unwrap(), [0]);
 }
 
 #[test]

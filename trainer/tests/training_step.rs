@@ -159,12 +159,15 @@ fn packed_is_the_sum_of_its_documents() {
         let divisors = rows.iter().map(|&rows| rows.max(1) as f64).collect();
         let options = TttOptions { divisors: Some(divisors), ..case.options.clone() };
         let (mut sum, mut sums, mut added) = (0.0, TttMetrics::default(), None::<Gradients>);
+        // Divided by their own rows, of which some documents have none at the later steps.
+        let mut apart = TttMetrics::default();
         for span in case.tokens.doc_offsets().windows(2).map(|span| span[0]..span[1]) {
             let rows: Vec<usize> = span.clone().collect();
             let batch = batch_of(&case, &rows, picked_tokens(&case, &[span]));
             let (loss, metrics, gradients) = step(&case, &batch, &options);
             sum += loss;
             sums.add(&metrics);
+            apart.add(&step(&case, &batch, &case.options).1);
             let added = added.get_or_insert_with(|| {
                 gradients.iter().map(|(name, g)| (name.clone(), vec![0.0; g.len()])).collect()
             });
@@ -173,6 +176,9 @@ fn packed_is_the_sum_of_its_documents() {
             }
         }
         assert!((sum - loss).abs() < 1e-5, "{name}: {sum} is not {loss}");
+        for (apart, whole) in apart.step_loss().into_iter().zip(metrics.step_loss()) {
+            assert!((apart - whole).abs() < 1e-5, "{name}: {apart} is not {whole}");
+        }
         assert_eq!((sums.right, sums.all_right), (metrics.right, metrics.all_right));
         assert_near(&added.unwrap(), &gradients, ROUNDING);
     }

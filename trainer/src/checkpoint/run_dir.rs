@@ -133,16 +133,32 @@ impl RunDir {
     /// so. Every file of the newest is read.
     pub fn set_damaged_aside(&self) -> Result<(), CheckpointError> {
         let _lock = self.claim()?;
-        while let Some(&step) = self.all_steps()?.last() {
-            let newest = self.checkpoint(step);
-            let error = match Checkpoint::load(&newest, Parts::Everything) {
-                Ok(_) => return Ok(()),
-                Err(error) if error.is_damage() => error,
-                Err(error) => return Err(error),
-            };
+        let rename = |step: u64, error: &CheckpointError| {
             let aside = self.checkpoints_dir().join(format!("damaged-{PREFIX}{step:08}"));
             tracing::warn!("{error}: set aside as {}", aside.display());
-            shared::durable::publish_dir(&newest, &aside)?;
+            Ok(shared::durable::publish_dir(&self.checkpoint(step), &aside)?)
+        };
+        self.find_sound(rename).map(drop)
+    }
+
+    /// The newest checkpoint whose every byte is what was written; renames nothing, so that it can
+    /// be asked for while another process sets the others aside.
+    pub fn newest_sound(&self) -> Result<PathBuf, CheckpointError> {
+        self.find_sound(|_, _| Ok(()))
+    }
+
+    /// The newest sound checkpoint; `damaged` is called for each newer one.
+    fn find_sound(
+        &self,
+        damaged: impl Fn(u64, &CheckpointError) -> Result<(), CheckpointError>,
+    ) -> Result<PathBuf, CheckpointError> {
+        for &step in self.all_steps()?.iter().rev() {
+            let path = self.checkpoint(step);
+            match Checkpoint::load(&path, Parts::Everything) {
+                Ok(_) => return Ok(path),
+                Err(error) if error.is_damage() => damaged(step, &error)?,
+                Err(error) => return Err(error),
+            }
         }
         Err(CheckpointError::None { path: self.root.clone() })
     }

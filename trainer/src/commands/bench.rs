@@ -150,6 +150,7 @@ pub(crate) fn run(args: &BenchArgs, out: &mut dyn Write) -> anyhow::Result<bool>
     if args.tokens == 0 || args.steps == 0 {
         return Err(Usage("--tokens and --steps are expected to be at least 1".into()).into());
     }
+    args.config().validate()?;
     let (place, dtype, world) = args.device.open_in_world(args.compute, "bench")?;
     let passed = match place {
         Place::Cpu => run_cpu(args, out),

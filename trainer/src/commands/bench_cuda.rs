@@ -86,9 +86,9 @@ impl Setting {
                     Ok(param(shape))
                 })
             })?;
-        let optimizer = AdamW::new(ADAMW, &draft);
-        let (optimizer, draft) = optimizer.with_working_copy(draft, place.1);
         let shards = Shards::join(world, device)?;
+        let optimizer = AdamW::new(ADAMW, &draft, &shards);
+        let (optimizer, draft) = optimizer.with_working_copy(draft, (place.1, &shards));
         let matrix = |shape, spread| Tensor::<B, 2>::from_inner(random(shape, spread, place));
         let weights = TargetWeights {
             embed_tokens: matrix([args.vocab, args.hidden], 0.02),
@@ -103,7 +103,7 @@ impl Setting {
         let last_hidden = matrix([args.tokens, args.hidden], 1.0);
         Ok(Self {
             draft,
-            optimizer: optimizer.split(&shards),
+            optimizer,
             shards,
             target: FrozenTarget::new(weights, vocabulary)?,
             batch: TrainBatch::new(args.tokens()?, aux, last_hidden)?,

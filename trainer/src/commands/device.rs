@@ -2,6 +2,7 @@
 
 use burn::backend::cuda::CudaDevice;
 use burn::tensor::FloatDType;
+use extractor::target::exit_at_once;
 use trainer::config::{Compute, ConfigError};
 use trainer::world::{Place as Seat, World, WorldError};
 
@@ -36,10 +37,11 @@ fn parse(text: &str) -> Result<Asked, String> {
     }
 }
 
-/// Without one process the others would wait for ever, some of them inside a kernel.
+/// Without one process the others would wait for ever, some of them inside a kernel, where an
+/// orderly exit would wait too.
 fn end(lost: &WorldError) {
     tracing::error!("{lost}");
-    std::process::exit(lost.exit_code().into());
+    exit_at_once(lost.exit_code());
 }
 
 impl DeviceArgs {

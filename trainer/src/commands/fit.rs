@@ -1,12 +1,13 @@
 //! `trainer fit`: trains a draft head, or continues a run.
 
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use burn::backend::{Autodiff, Cuda, Flex};
 use extractor::shutdown::Shutdown;
 use trainer::checkpoint::RunDir;
 use trainer::fit::{self, FitReport, Start};
+use trainer::world::Place as Seat;
 
 use super::Stopped;
 use super::device::{DeviceArgs, Place};
@@ -33,12 +34,9 @@ pub(crate) struct FitArgs {
 /// Trains and prints a report.
 pub(crate) fn run(args: &FitArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
     let stop = Shutdown::on_signals()?;
-    if let Some(run) = args.resume.as_ref().filter(|_| args.allow_older) {
-        RunDir::new(run).set_damaged_aside()?;
-    }
     let (start, fallback) = match &args.resume {
         None => (Start::Fresh, None),
-        Some(run) => (Start::Resume, Some(RunDir::new(run).latest()?.join("config.toml"))),
+        Some(run) => (Start::Resume, Some(newest(run, args.allow_older)?.join("config.toml"))),
     };
     let mut config = args.flags.resolve(fallback)?.config;
     if let Some(run) = &args.resume {
@@ -65,6 +63,20 @@ pub(crate) fn run(args: &FitArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
         true => Err(Stopped.into()),
         false => Ok(true),
     }
+}
+
+/// The checkpoint to continue from. Of several processes the first one sets damaged ones aside,
+/// before it meets the others; these only pass over them.
+fn newest(run: &Path, allow_older: bool) -> anyhow::Result<PathBuf> {
+    let run = RunDir::new(run);
+    if !allow_older {
+        return Ok(run.latest()?);
+    }
+    if Seat::from_env()?.is_some_and(|seat| seat.rank > 0) {
+        return Ok(run.newest_sound()?);
+    }
+    run.set_damaged_aside()?;
+    Ok(run.latest()?)
 }
 
 fn print(report: &FitReport, out: &mut dyn Write) -> std::io::Result<()> {

@@ -13,13 +13,17 @@ mod live;
 
 use extractor::shutdown::EXIT_STOPPED;
 use trainer::acceptance::EvaluateError;
+use trainer::batch::BatchError;
 use trainer::checkpoint::CheckpointError;
 use trainer::config::ConfigError;
 use trainer::dataset::DatasetError;
+use trainer::draft::{DraftConfigError, VocabularyError};
+use trainer::exchange::ExchangeError;
 use trainer::export::ExportError;
 use trainer::fit::FitError;
 use trainer::golden::GoldenError;
 use trainer::live::LiveError;
+use trainer::optimizer::GradientError;
 use trainer::target::TargetError as TargetHeadError;
 use trainer::tensors::TensorFileError;
 use trainer::trained::TrainedError;
@@ -69,7 +73,12 @@ fn code(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
         TrainedError,
         LiveError,
         TttError,
+        BatchError,
+        DraftConfigError,
+        VocabularyError,
+        GradientError,
         GoldenError,
+        ExchangeError,
         WorldError,
         kernels::cuda::CudaError,
         extractor::target::TargetError,

@@ -406,4 +406,29 @@ mod tests {
         config.draft.layout = crate::config::Layout::Mla;
         config.validate().unwrap();
     }
+
+    /// Each of these once ended in a panic, in weights that are not numbers, or in the name of
+    /// another key.
+    #[test]
+    fn extreme_values_are_refused_by_the_name_of_their_own_key() {
+        let mut config = FitConfig::default();
+        config.data.dataset = "d".into();
+        config.checkpoint.run_dir = "r".into();
+        type Change = fn(&mut FitConfig);
+        let changes: [(&str, Change); 7] = [
+            ("data.prefetch", |c| c.data.prefetch = usize::MAX),
+            ("train.adam_eps", |c| c.train.adam_eps = 1e-60),
+            ("train.weight_decay", |c| c.train.weight_decay = f64::INFINITY),
+            ("train.clip", |c| c.train.clip = -1.0),
+            ("train.noise", |c| c.train.noise = f64::NAN),
+            ("checkpoint.eval_every", |c| c.checkpoint.eval_every = 0),
+            ("checkpoint.keep_last", |c| c.checkpoint.keep_last = 0),
+        ];
+        for (key, change) in changes {
+            let mut changed = config.clone();
+            change(&mut changed);
+            let text = changed.validate().unwrap_err().to_string();
+            assert!(text.starts_with(&format!("`{key}`")), "{text}");
+        }
+    }
 }

@@ -90,6 +90,9 @@ pub struct Yarn {
     pub mscale_all_dim: f64,
 }
 
+/// Largest size of anything in a draft.
+const LARGEST: usize = 1 << 24;
+
 /// A draft configuration that cannot be built.
 #[derive(Debug, Error)]
 pub enum DraftConfigError {
@@ -98,6 +101,14 @@ pub enum DraftConfigError {
     Zero {
         /// Name of the key.
         field: &'static str,
+    },
+    /// A size that no draft has, and whose products may not fit any number.
+    #[error("draft config: {field} is {size}; it must be at most {LARGEST}")]
+    TooLarge {
+        /// Name of the key.
+        field: &'static str,
+        /// Its value.
+        size: usize,
     },
     /// Key and value heads do not divide the query heads.
     #[error(
@@ -218,8 +229,9 @@ impl DraftConfig {
                 yarn.original_max_position_embeddings,
             ));
         }
-        match sizes.into_iter().find(|&(_, size)| size == 0) {
-            Some((field, _)) => Err(DraftConfigError::Zero { field }),
+        match sizes.into_iter().find(|&(_, size)| size == 0 || size > LARGEST) {
+            Some((field, 0)) => Err(DraftConfigError::Zero { field }),
+            Some((field, size)) => Err(DraftConfigError::TooLarge { field, size }),
             None => Ok(()),
         }
     }

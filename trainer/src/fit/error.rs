@@ -87,6 +87,17 @@ pub enum FitError {
         /// Samples of the batch.
         samples: String,
     },
+    /// NaN or infinity in what a checkpoint would hold.
+    #[error(
+        "{name} is not finite after step {step}: no checkpoint was written; lower train.lr, and \
+            continue from the newest checkpoint or start again"
+    )]
+    StateNotFinite {
+        /// Steps taken.
+        step: u64,
+        /// First parameter or moment that is not finite, as a checkpoint names it.
+        name: String,
+    },
     /// A fresh start where a run exists.
     #[error(
         "{} already holds checkpoints: continue it with --resume, or choose another run_dir",
@@ -146,7 +157,10 @@ impl FitError {
             | Self::RunExists { .. }
             | Self::OtherDataset { .. }
             | Self::OtherVocab { .. } => 78,
-            Self::Shape(_) | Self::Mapping(_) | Self::LossNotFinite { .. } => 65,
+            Self::Shape(_)
+            | Self::Mapping(_)
+            | Self::LossNotFinite { .. }
+            | Self::StateNotFinite { .. } => 65,
         }
     }
 }

@@ -88,17 +88,19 @@ where
         );
         let golden = golden(&dataset, &split, &head)?;
         let plan = loader_plan(config, &split);
-        let all = plan.total_steps(&dataset, config.train.accumulate);
-        let limit = config.train.max_steps;
+        let train = &config.train;
+        let total_steps = plan.total_steps(&dataset, train.accumulate, train.max_steps);
+        let lengths = split.train.iter().map(|&at| dataset.samples()[at].tokens);
+        let largest = largest_batch(lengths, config.data.max_tokens);
         let target = head.config.clone();
         let frozen_inner = frozen_target::<B::InnerBackend>(head, &vocab, (device, dtype))?;
         Ok(Self {
             options: TttOptions {
-                activations: activations::<B>(config, &draft, (device, dtype)),
+                activations: activations::<B>((config, &draft), largest, (device, dtype)),
                 teacher_rows: B::TEACHER_ROWS,
                 ..ttt_options(config)
             },
-            total_steps: if limit > 0 { all.min(limit) } else { all },
+            total_steps,
             frozen: lift::<B>(&frozen_inner)?,
             frozen_inner,
             config: config.clone(),
@@ -167,13 +169,20 @@ pub fn ttt_options(config: &FitConfig) -> TttOptions {
     }
 }
 
-/// Prints what memory is needed for, and decides what the backward pass finds of the forward pass.
+/// Tokens that no batch of samples of these lengths has more of: a sample longer than `max_tokens`
+/// is a batch of its own.
+fn largest_batch(lengths: impl Iterator<Item = usize> + Clone, max_tokens: usize) -> usize {
+    max_tokens.min(lengths.clone().sum()).max(lengths.max().unwrap_or(0))
+}
+
+/// Prints what memory batches of up to `tokens` tokens need, and decides what the backward pass
+/// finds of the forward pass.
 fn activations<B: DraftOps>(
-    config: &FitConfig,
-    draft: &DraftConfig,
+    (config, draft): (&FitConfig, &DraftConfig),
+    tokens: usize,
     (device, dtype): (&B::Device, FloatDType),
 ) -> Activations {
-    let rows = [config.data.max_tokens, config.train.ttt_steps];
+    let rows = [tokens, config.train.ttt_steps];
     let plan = MemoryPlan::new(draft, rows, DType::from(dtype).size() as u64);
     let memory = B::memory(device);
     let choice = match (config.train.activations, memory) {
@@ -211,10 +220,14 @@ fn check_layers(dataset: &ManifestDataset, target: &TargetConfig) -> Result<(), 
     Ok(())
 }
 
+/// Trained tokens that a sample needs for a row of its own: what the row is given, and what it
+/// predicts.
+const LEAST_TRAINED: usize = 2;
+
 /// The split without samples that no step can train on.
 fn split(dataset: &ManifestDataset, config: &FitConfig) -> Result<Split, FitError> {
     let mut split = dataset.split(config.data.held_out);
-    let trainable = |&at: &usize| dataset.samples()[at].trainable_tokens >= 2;
+    let trainable = |&at: &usize| dataset.samples()[at].trainable_tokens >= LEAST_TRAINED;
     let before = split.train.len() + split.held_out.len();
     split.train.retain(trainable);
     split.held_out.retain(trainable);
@@ -323,4 +336,28 @@ fn lift<B: AutodiffBackend>(
         lm_head: Tensor::from_inner(inner.head.lm_head.clone()),
     };
     Ok(FrozenTarget::new(weights, inner.vocabulary.clone())?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::batch::BatchTokens;
+
+    #[test]
+    fn no_sample_that_has_a_row_is_skipped() {
+        for trained in 0..5 {
+            let mask = [[0; 3].as_slice(), &[1].repeat(trained)].concat();
+            let tokens = BatchTokens::new(vec![0; mask.len()], &mask, vec![0, mask.len()]).unwrap();
+            let rows = crate::ttt::step_rows(&tokens, 1);
+            assert_eq!(rows[0] > 0, trained >= LEAST_TRAINED, "{trained} trained tokens");
+        }
+    }
+
+    #[test]
+    fn memory_is_planned_for_the_largest_batch_there_can_be() {
+        let largest = |lengths: &[usize], max| largest_batch(lengths.iter().copied(), max);
+        assert_eq!(largest(&[10, 20, 30], 50), 50);
+        assert_eq!(largest(&[10, 20, 90], 50), 90, "a long sample is a batch of its own");
+        assert_eq!(largest(&[10, 20, 30], usize::MAX), 60, "no batch has more than there is");
+    }
 }

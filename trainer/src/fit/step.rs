@@ -10,7 +10,7 @@ use shared::SampleId;
 
 use super::{FitError, InputTimes, Session, Start};
 use crate::batch::TrainBatch;
-use crate::checkpoint::{Best, Checkpoint, CheckpointState, Parts, RunDir, TRAINED, to_tensors};
+use crate::checkpoint::{Best, Checkpoint, CheckpointState, FIRST, Parts, RunDir, SECOND, TRAINED};
 use crate::collate::HostBatch;
 use crate::config::{ConfigError, FitConfig, LmHeadInit, MaskMode, NoiseKind};
 use crate::draft::Eagle3Draft;
@@ -19,10 +19,10 @@ use crate::input::{InputOps, RoomOf};
 use crate::loader::{Loader, LoaderState};
 use crate::metrics::TttMetrics;
 use crate::ops::DraftOps;
-use crate::optimizer::{AdamW, AdamWConfig, Named, add_scaled};
+use crate::optimizer::{AdamW, AdamWConfig, Kept, Named, add_scaled};
 use crate::run_log::{Record, put_depths};
 use crate::schedule::Schedule;
-use crate::tensors::TensorFile;
+use crate::tensors::{HostTensor, TensorFile};
 use crate::ttt::{TttError, TttOptions, step_rows, ttt_step};
 use crate::world::World;
 
@@ -119,7 +119,7 @@ where
         if config.draft.lm_head_init == LmHeadInit::Target {
             draft = draft.with_lm_head(session.draft_rows_of_lm_head().cast(FloatDType::F32))?;
         }
-        let optimizer = AdamW::new(adamw(config), &draft);
+        let optimizer = AdamW::new(adamw(config), &draft, &shards);
         let average = draft.parameters();
         let (optimizer, draft) = prepared(session, optimizer, (draft, average), &shards);
         Ok(Self {
@@ -154,7 +154,7 @@ where
             let (stored, current) = (state.vocab_digest.clone(), session.vocab.digest().to_owned());
             return Err(FitError::OtherVocab { stored, current });
         }
-        let (first, second) = checkpoint.moments(&session.device)?;
+        let (first, second) = checkpoint.moments(&session.device, |whole| shards.keep(whole))?;
         let optimizer = AdamW::from_moments(adamw(&session.config), state.step, first, second);
         let kept = checkpoint.draft(&session.device)?;
         let (draft, average) = match session.config.train.ema > 0.0 {
@@ -300,22 +300,35 @@ where
         better
     }
 
-    /// Everything needed to continue from here. All processes take part.
-    pub fn checkpoint(&self, session: &Session<B>) -> Result<Checkpoint, FitError> {
+    /// Everything needed to continue from here, on the first process; `None` on the others. All
+    /// take part. Values that are not finite are an error.
+    pub fn checkpoint(&self, session: &Session<B>) -> Result<Option<Checkpoint>, FitError> {
         let (mut weights, mut optimizer) = (TensorFile::default(), TensorFile::default());
-        let (draft, shards) = (&self.draft, &self.shards);
-        let trained = self.optimizer.weights(draft, shards)?;
-        match self.optimizer.average(draft, shards)? {
-            None => to_tensors(&trained, "", &mut weights),
-            Some(average) => {
-                to_tensors(&average, "", &mut weights);
-                to_tensors(&trained, TRAINED, &mut optimizer);
+        let (first, averages) = (self.shards.world().is_first(), self.optimizer.averages());
+        let mut bad = None;
+        self.optimizer.each(&self.draft, &self.shards, &mut |what, name, param| {
+            if !first {
+                return;
             }
+            let (file, prefix) = match what {
+                Kept::Weight if averages => (&mut optimizer, TRAINED),
+                Kept::Weight | Kept::Average => (&mut weights, ""),
+                Kept::First => (&mut optimizer, FIRST),
+                Kept::Second => (&mut optimizer, SECOND),
+            };
+            let (name, values) = (format!("{prefix}{name}"), param.to_vec());
+            if !values.iter().all(|value| value.is_finite()) {
+                bad.get_or_insert_with(|| name.clone());
+            }
+            file.tensors.insert(name, HostTensor::f32(&values, &param.shape()));
+        })?;
+        if let Some(name) = bad {
+            return Err(FitError::StateNotFinite { step: self.step, name });
         }
-        let (first, second) = self.optimizer.moments(draft, shards)?;
-        to_tensors(&first, "first.", &mut optimizer);
-        to_tensors(&second, "second.", &mut optimizer);
-        Ok(Checkpoint {
+        if !first {
+            return Ok(None);
+        }
+        Ok(Some(Checkpoint {
             state: CheckpointState {
                 format: 1,
                 step: self.step,
@@ -336,7 +349,7 @@ where
             optimizer: Some(optimizer),
             vocab: session.vocab.clone(),
             golden: session.golden.clone(),
-        })
+        }))
     }
 
     /// The draft to evaluate: the average where one is kept. All processes take part.
@@ -402,10 +415,9 @@ where
         optimizer = optimizer.with_frozen("lm_head.weight");
     }
     if config.train.ema > 0.0 {
-        optimizer = optimizer.with_average(config.train.ema, average);
+        optimizer = optimizer.with_average(config.train.ema, average, shards);
     }
-    let (optimizer, draft) = optimizer.with_working_copy(draft, session.dtype);
-    (optimizer.split(shards), draft)
+    optimizer.with_working_copy(draft, (session.dtype, shards))
 }
 
 fn adamw(config: &FitConfig) -> AdamWConfig {

@@ -2,8 +2,10 @@
 //! nothing of what the bytes mean.
 
 use std::collections::BTreeMap;
+use std::io::ErrorKind::{TimedOut, WouldBlock};
 use std::io::{self, Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
@@ -14,6 +16,11 @@ use super::{Place, WorldError};
 const JOIN: Duration = Duration::from_secs(600);
 /// How long one may be busy with something else between exchanges.
 const PATIENCE: Duration = Duration::from_secs(3600);
+/// Time between signs of life.
+pub(super) const BEAT: Duration = Duration::from_secs(10);
+/// Who gives no sign of life for so long is gone, with its machine or the way to it: a connection
+/// that nobody closes does not end by itself.
+pub(super) const SILENCE: Duration = Duration::from_secs(120);
 /// Time between attempts to reach the first process.
 const RETRY: Duration = Duration::from_millis(200);
 /// Largest message: bounds what a stranger's bytes can make this process allocate.
@@ -22,8 +29,10 @@ const LARGEST: u64 = 1 << 36;
 const LARGEST_HELLO: u64 = 1 << 16;
 /// Sent by a process that ends as it should.
 const FINISHED: u8 = b'F';
+/// Sent now and then by one that lives.
+const ALIVE: u8 = b'A';
 /// Tells these processes from strangers.
-const PROTOCOL: &str = "aerie-world-1";
+const PROTOCOL: &str = "aerie-world-2";
 
 /// First message of every connection.
 #[derive(Debug, Serialize, Deserialize)]
@@ -76,10 +85,10 @@ fn accept(place: &Place, digest: &str) -> Result<(Vec<Peer>, Vec<Peer>), WorldEr
                 }
                 _ => tracing::warn!("{from} is none of this run's processes"),
             },
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock && Instant::now() < end => {
+            Err(error) if error.kind() == WouldBlock && Instant::now() < end => {
                 std::thread::sleep(RETRY / 10);
             }
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+            Err(error) if error.kind() == WouldBlock => {
                 let missing: Vec<_> =
                     (1..place.size).filter(|rank| !watched.contains_key(rank)).collect();
                 return Err(WorldError::Missing {
@@ -99,6 +108,7 @@ fn accept(place: &Place, digest: &str) -> Result<(Vec<Peer>, Vec<Peer>), WorldEr
 fn greet(stream: &TcpStream) -> io::Result<Hello> {
     stream.set_nonblocking(false)?;
     stream.set_nodelay(true)?;
+    stream.set_write_timeout(Some(PATIENCE))?;
     stream.set_read_timeout(Some(Duration::from_secs(10)))?;
     let hello = serde_json::from_slice(&receive(stream, LARGEST_HELLO)?)?;
     stream.set_read_timeout(Some(PATIENCE))?;
@@ -144,6 +154,7 @@ fn reach(place: &Place, digest: &str, watch: bool) -> Result<TcpStream, WorldErr
     };
     let greeted = serde_json::to_vec(&hello).map_err(io::Error::from).and_then(|hello| {
         stream.set_nodelay(true)?;
+        stream.set_write_timeout(Some(PATIENCE))?;
         stream.set_read_timeout(Some(PATIENCE))?;
         send(&stream, &hello)
     });
@@ -174,15 +185,35 @@ impl Channel {
     }
 }
 
-/// Returns when the process has said that it ends; an error when it ends without.
-pub(super) fn wait_for_end(rank: usize, stream: TcpStream) -> Result<(), WorldError> {
+/// Returns when the process has said that it ends; an error when it ends without, or is silent for
+/// longer than `silence`.
+pub(super) fn wait_for_end((rank, stream): Peer, silence: Duration) -> Result<(), WorldError> {
     let lost = WorldError::lost(rank);
-    stream.set_read_timeout(None).map_err(&lost)?;
-    let mut said = [0];
-    match (&stream).read_exact(&mut said) {
-        Ok(()) if said == [FINISHED] => Ok(()),
-        Ok(()) => Err(lost(io::ErrorKind::InvalidData.into())),
-        Err(error) => Err(lost(error)),
+    stream.set_read_timeout(Some(silence)).map_err(&lost)?;
+    loop {
+        let mut said = [0];
+        match (&stream).read_exact(&mut said).map(|()| said) {
+            Ok([ALIVE]) => {}
+            Ok([FINISHED]) => return Ok(()),
+            Ok(_) => return Err(lost(io::ErrorKind::InvalidData.into())),
+            // What a timeout is called differs between systems.
+            Err(error) if matches!(error.kind(), WouldBlock | TimedOut) => {
+                let seconds = silence.as_secs_f64();
+                let silent = format!("no sign of life for {seconds} s");
+                return Err(lost(io::Error::new(TimedOut, silent)));
+            }
+            Err(error) => return Err(lost(error)),
+        }
+    }
+}
+
+/// Shows every `interval` that this process lives, until the other end of `stop` is dropped.
+pub(super) fn beat(streams: &[TcpStream], interval: Duration, stop: &Receiver<()>) {
+    while stop.recv_timeout(interval) == Err(RecvTimeoutError::Timeout) {
+        for mut stream in streams {
+            // The watch over this connection tells of its end.
+            let _ = stream.write_all(&[ALIVE]);
+        }
     }
 }
 

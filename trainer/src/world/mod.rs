@@ -7,11 +7,12 @@ mod place;
 
 use std::net::TcpStream;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, PoisonError};
 
 pub use self::error::WorldError;
 pub use self::place::Place;
-use channel::Channel;
+use channel::{BEAT, Channel, SILENCE};
 
 /// All processes of a run, seen from one of them.
 ///
@@ -26,8 +27,10 @@ pub struct World {
 struct Joined {
     place: Place,
     channel: Mutex<Channel>,
-    /// Connections that carry nothing: their end says that a process is gone.
+    /// Connections that carry signs of life: their end, or silence, says that a process is gone.
     watched: Vec<TcpStream>,
+    /// Dropped, it ends this process's signs of life.
+    _beating: Sender<()>,
     /// This process ends, so that closed connections are no loss.
     leaving: Arc<AtomicBool>,
 }
@@ -43,23 +46,28 @@ impl World {
 
     /// Waits until all processes of `place` are there. `digest` is the same text in all of them, or
     /// they do not belong together. `on_lost` is called, on a thread of its own, when one of them
-    /// ends without [`World::finish`].
+    /// ends without [`World::finish`], or gives no sign of life for two minutes.
     pub fn join(place: Place, digest: &str, on_lost: OnLost) -> Result<Self, WorldError> {
         if place.size == 1 {
             return Ok(Self::alone());
         }
         let (channel, watched) = channel::connect(&place, digest)?;
         let leaving = Arc::new(AtomicBool::new(false));
+        let mut shown = Vec::new();
         for (rank, stream) in &watched {
-            let (rank, stream) = (*rank, stream.try_clone().map_err(WorldError::lost(*rank))?);
-            let leaving = leaving.clone();
-            std::thread::spawn(move || match channel::wait_for_end(rank, stream) {
+            let clone = || stream.try_clone().map_err(WorldError::lost(*rank));
+            shown.push(clone()?);
+            let (peer, leaving) = ((*rank, clone()?), leaving.clone());
+            std::thread::spawn(move || match channel::wait_for_end(peer, SILENCE) {
                 Err(error) if !leaving.load(Ordering::SeqCst) => on_lost(&error),
                 _ => (),
             });
         }
+        let (beating, stop) = std::sync::mpsc::channel();
+        std::thread::spawn(move || channel::beat(&shown, BEAT, &stop));
         let watched = watched.into_iter().map(|(_, stream)| stream).collect();
-        let joined = Joined { place, channel: Mutex::new(channel), watched, leaving };
+        let channel = Mutex::new(channel);
+        let joined = Joined { place, channel, watched, _beating: beating, leaving };
         Ok(Self { joined: Some(Arc::new(joined)) })
     }
 

@@ -1,9 +1,10 @@
 //! Ranks as threads of this process: sums, strangers, processes of another run, a loss.
 
-use std::io::Write;
+use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::Mutex;
 use std::sync::mpsc::{Sender, channel};
+use std::time::Duration;
 
 use super::*;
 
@@ -104,4 +105,39 @@ fn the_loss_of_one_process_is_told_to_the_others() {
         assert!(said.contains("rank 1 is gone"), "{said}");
         assert_eq!(first.exchange(Vec::new()).unwrap_err().exit_code(), 75);
     });
+}
+
+/// Two ends of a connection.
+fn pair() -> [TcpStream; 2] {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let one = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    [one, listener.accept().unwrap().0]
+}
+
+#[test]
+fn a_process_whose_connection_stays_open_and_silent_is_lost() {
+    let [mut theirs, ours] = pair();
+    theirs.write_all(b"AAA").unwrap();
+    let error = channel::wait_for_end((3, ours), Duration::from_millis(50)).unwrap_err();
+    assert!(matches!(&error, WorldError::Lost { rank: 3, .. }), "{error}");
+    let source = std::error::Error::source(&error).unwrap().to_string();
+    assert!(source.contains("no sign of life for 0.05 s"), "{source}");
+    assert_eq!(error.exit_code(), 75);
+}
+
+#[test]
+fn signs_of_life_go_on_until_the_end_and_are_no_end() {
+    let [theirs, ours] = pair();
+    let last_word = theirs.try_clone().unwrap();
+    let (beating, stop) = channel();
+    let beats = std::thread::spawn(move || {
+        channel::beat(&[theirs], Duration::from_millis(1), &stop);
+    });
+    let mut some = [0; 3];
+    (&ours).read_exact(&mut some).unwrap();
+    assert_eq!(&some, b"AAA");
+    drop(beating);
+    beats.join().unwrap();
+    channel::say_finished(&last_word);
+    channel::wait_for_end((1, ours), Duration::from_secs(60)).unwrap();
 }
