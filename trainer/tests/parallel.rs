@@ -28,23 +28,29 @@ fn run(config: &FitConfig, start: Start, world: &World) -> Result<FitReport, Fit
     fit::run::<Backend>(config, (start, world), (&Default::default(), FloatDType::F32))
 }
 
-/// Trains with `size` processes; their reports by rank.
-fn train(config: &FitConfig, start: Start, size: usize) -> Vec<FitReport> {
+/// Does `work` in `size` processes that have met; what they give, by rank.
+fn together<R: Send>(size: usize, work: impl Fn(&World) -> R + Sync) -> Vec<R> {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     std::thread::scope(|scope| {
         let process = |rank| {
+            let work = &work;
             scope.spawn(move || {
                 let master = ("127.0.0.1".to_owned(), port);
                 let place = Place { rank, size, local_rank: rank, master };
-                let world = World::join(place, &config.to_toml(), nobody_is_lost).unwrap();
-                let report = run(config, start, &world).unwrap();
+                let world = World::join(place, "same", nobody_is_lost).unwrap();
+                let result = work(&world);
                 world.finish();
-                report
+                result
             })
         };
         let threads: Vec<_> = (0..size).map(process).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     })
+}
+
+/// Trains with `size` processes; their reports by rank.
+fn train(config: &FitConfig, start: Start, size: usize) -> Vec<FitReport> {
+    together(size, |world| run(config, start, world).unwrap())
 }
 
 /// Values of a name in metrics.jsonl, by step.
@@ -125,44 +131,27 @@ fn any_number_of_processes_trains_the_same_draft() {
 
 #[test]
 fn sums_and_copies_are_those_of_all_processes() {
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    std::thread::scope(|scope| {
-        for rank in 0..3 {
-            scope.spawn(move || {
-                let master = ("127.0.0.1".to_owned(), port);
-                let place = Place { rank, size: 3, local_rank: rank, master };
-                let world = World::join(place, "same", nobody_is_lost).unwrap();
-                let place = (&Default::default(), FloatDType::F32);
-                let list = exchange::compare::<Flex>(&world, place).unwrap();
-                world.finish();
-                assert_eq!(list.len(), 15);
-                list.iter()
-                    .for_each(|difference| assert_eq!(difference.value, 0.0, "{difference:?}"));
-            });
-        }
+    let lists = together(3, |world| {
+        let place = (&Default::default(), FloatDType::F32);
+        exchange::compare::<Flex>(world, place).unwrap()
     });
+    for list in lists {
+        assert_eq!(list.len(), 15);
+        list.iter().for_each(|difference| assert_eq!(difference.value, 0.0, "{difference:?}"));
+    }
 }
 
 /// A part that only points into the whole parameter would keep all of its memory.
 #[test]
 fn a_process_keeps_memory_for_its_own_rows_only() {
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    std::thread::scope(|scope| {
-        for rank in 0..3 {
-            scope.spawn(move || {
-                let master = ("127.0.0.1".to_owned(), port);
-                let place = Place { rank, size: 3, local_rank: rank, master };
-                let world = World::join(place, "same", nobody_is_lost).unwrap();
-                let shards = Shards::<Flex>::join(&world, &Default::default()).unwrap();
-                for (rows, own) in [(6, 2 * rank..2 * rank + 2), (5, 0..5)] {
-                    let values: Vec<f32> = (0..2 * rows).map(|at| at as f32).collect();
-                    let whole = Param::from_vec(values.clone(), &[rows, 2], &Default::default());
-                    let Param::Matrix(part) = shards.keep(whole) else { panic!("a matrix") };
-                    let part = part.into_primitive().tensor();
-                    assert_eq!(part.storage::<f32>(), &values[2 * own.start..2 * own.end]);
-                }
-                world.finish();
-            });
+    together(3, |world| {
+        let shards = Shards::<Flex>::join(world, &Default::default()).unwrap();
+        for (rows, own) in [(6, 2 * world.rank()..2 * world.rank() + 2), (5, 0..5)] {
+            let values: Vec<f32> = (0..2 * rows).map(|at| at as f32).collect();
+            let whole = Param::from_vec(values.clone(), &[rows, 2], &Default::default());
+            let Param::Matrix(part) = shards.keep(whole) else { panic!("a matrix") };
+            let part = part.into_primitive().tensor();
+            assert_eq!(part.storage::<f32>(), &values[2 * own.start..2 * own.end]);
         }
     });
 }
@@ -174,26 +163,17 @@ fn a_signal_to_one_process_stops_all_after_the_same_step() {
     support::dataset(&data, 20);
     let mut config = settings(&data, &dir.path().join("run"));
     config.train.accumulate = 2;
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    std::thread::scope(|scope| {
-        for rank in 0..2 {
-            let config = &config;
-            scope.spawn(move || {
-                let master = ("127.0.0.1".to_owned(), port);
-                let place = Place { rank, size: 2, local_rank: rank, master };
-                let world = World::join(place, "same", nobody_is_lost).unwrap();
-                let stop = Shutdown::default();
-                if rank == 1 {
-                    stop.request();
-                }
-                let (start, cpu) = ((Start::Fresh, &world), Default::default());
-                let place = (&cpu, FloatDType::F32);
-                let report = fit::run_until::<Backend>(config, start, place, &stop).unwrap();
-                world.finish();
-                assert_eq!((report.stopped, report.steps), (true, 0), "rank {rank}");
-            });
+    let reports = together(2, |world| {
+        let stop = Shutdown::default();
+        if world.rank() == 1 {
+            stop.request();
         }
+        let (start, cpu) = ((Start::Fresh, world), Default::default());
+        fit::run_until::<Backend>(&config, start, (&cpu, FloatDType::F32), &stop).unwrap()
     });
+    for (rank, report) in reports.iter().enumerate() {
+        assert_eq!((report.stopped, report.steps), (true, 0), "rank {rank}");
+    }
     assert_eq!(RunDir::new(&config.checkpoint.run_dir).steps().unwrap(), [0]);
 }
 
@@ -204,19 +184,8 @@ fn batches_that_do_not_divide_are_refused() {
     support::dataset(&data, 20);
     let mut config = settings(&data, &dir.path().join("run"));
     config.train.accumulate = 3;
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    std::thread::scope(|scope| {
-        for rank in 0..2 {
-            let config = &config;
-            scope.spawn(move || {
-                let master = ("127.0.0.1".to_owned(), port);
-                let place = Place { rank, size: 2, local_rank: rank, master };
-                let world = World::join(place, "same", nobody_is_lost).unwrap();
-                let error = run(config, Start::Fresh, &world).unwrap_err();
-                world.finish();
-                assert_eq!(error.exit_code(), 78);
-                assert!(error.to_string().contains("multiple of 2"), "{error}");
-            });
-        }
-    });
+    for error in together(2, |world| run(&config, Start::Fresh, world).unwrap_err()) {
+        assert_eq!(error.exit_code(), 78);
+        assert!(error.to_string().contains("multiple of 2"), "{error}");
+    }
 }
