@@ -1,5 +1,7 @@
 //! Dimensions of a target model, read from `config.json` and checked. Knows nothing of weights.
 
+use std::fs::File;
+use std::io::{self, Read};
 use std::path::Path;
 
 use clap::ValueEnum;
@@ -184,13 +186,26 @@ const DEEPSEEK: [&str; 2] = ["deepseek_v3", "kimi_k2"];
 const NESTED: [&str; 1] = ["kimi_k25"];
 const DENSE: [&str; 3] = ["llama", "qwen2", "qwen3"];
 
+/// Longest `config.json` in bytes; those of known models have a few thousand.
+const MAX_CONFIG_BYTES: u64 = 16 << 20;
+
+fn read_config(path: &Path) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    File::open(path)?.take(MAX_CONFIG_BYTES + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > MAX_CONFIG_BYTES {
+        let problem = format!("more than {MAX_CONFIG_BYTES} bytes");
+        return Err(io::Error::new(io::ErrorKind::FileTooLarge, problem));
+    }
+    Ok(bytes)
+}
+
 impl TargetSpec {
     /// Reads `config.json` of a checkpoint directory.
     pub fn read(dir: &Path) -> Result<Self, TargetError> {
         let path = dir.join("config.json");
-        let text = std::fs::read_to_string(&path)
+        let bytes = read_config(&path)
             .map_err(|source| TargetError::ConfigRead { path: path.clone(), source })?;
-        let value = serde_json::from_str(&text)
+        let value = serde_json::from_slice(&bytes)
             .map_err(|source| TargetError::ConfigJson { path, source })?;
         Self::from_json(&value)
     }

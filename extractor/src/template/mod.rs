@@ -1,5 +1,6 @@
 //! Chat templates as Hugging Face renders them: Jinja with Python's methods, under limits of fuel,
-//! depth and output. A template can't read files or the clock. Knows nothing of tokens.
+//! depth and output (minijinja's own filters pay no fuel for what they walk through: a template that
+//! nests one list in itself often enough can hang). No files, no clock. Knows nothing of tokens.
 
 mod values;
 

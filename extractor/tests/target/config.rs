@@ -140,6 +140,16 @@ fn directories_without_a_model_are_refused() {
     ));
 }
 
+#[test]
+fn a_configuration_without_end_is_not_read_to_its_end() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = std::fs::File::create(dir.path().join("config.json")).unwrap();
+    file.set_len(1 << 40).unwrap();
+    let error = TargetSpec::read(dir.path()).unwrap_err();
+    let source = std::error::Error::source(&error).unwrap().to_string();
+    assert_eq!(source, "more than 16777216 bytes");
+}
+
 /// One layer more in the configuration than in the files: every rank stops, and the cause comes
 /// back whichever rank saw it first.
 #[test]
