@@ -3,8 +3,8 @@
 use std::collections::{HashMap, HashSet};
 
 use serde::Serialize;
-use sqlx::Row;
 use sqlx::sqlite::SqliteRow;
+use sqlx::{Connection, Row};
 
 use super::{Manifest, ManifestError, SourceOutcome, SourceRow};
 use crate::digest::Digest;
@@ -167,17 +167,19 @@ impl Manifest {
     /// What became of all input lines.
     pub fn conservation(&self) -> Result<Conservation, ManifestError> {
         self.with("counting lines", async |conn| {
+            // One snapshot: a writer may commit between two counts.
+            let mut snapshot = conn.begin().await?;
             let row = sqlx::query(
                 "SELECT coalesce((SELECT sum(lines) FROM input), 0), \
                  count(*) FILTER (WHERE outcome = 'committed'), \
                  count(*) FILTER (WHERE outcome = 'duplicate'), \
                  count(*) FILTER (WHERE outcome = 'rejected') FROM source",
             )
-            .fetch_one(&mut *conn)
+            .fetch_one(&mut *snapshot)
             .await?;
             // A manifest of an earlier version that is only read does not know of blank lines.
             let column = "SELECT 1 FROM pragma_table_info('input') WHERE name = 'blank'";
-            let knows_blank = sqlx::query(column).fetch_optional(&mut *conn).await?.is_some();
+            let knows_blank = sqlx::query(column).fetch_optional(&mut *snapshot).await?.is_some();
             let pending: i64 = sqlx::query_scalar(if knows_blank {
                 "SELECT coalesce(sum(lines - (SELECT count(*) FROM source WHERE source.file = \
                  input.file AND line BETWEEN 0 AND input.lines + input.blank)), 0) FROM input"
@@ -185,8 +187,9 @@ impl Manifest {
                 "SELECT coalesce(sum(lines - (SELECT count(*) FROM source WHERE \
                  source.file = input.file AND line BETWEEN 0 AND input.lines)), 0) FROM input"
             })
-            .fetch_one(&mut *conn)
+            .fetch_one(&mut *snapshot)
             .await?;
+            snapshot.rollback().await?;
             Ok(Conservation {
                 lines: number(&row, 0)?,
                 committed: number(&row, 1)?,
