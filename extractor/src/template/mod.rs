@@ -1,6 +1,6 @@
 //! Chat templates as Hugging Face renders them: Jinja with Python's methods, under limits of fuel,
-//! depth and output (minijinja's own filters pay no fuel for what they walk through: a template that
-//! nests one list in itself often enough can hang). No files, no clock. Knows nothing of tokens.
+//! depth and output; no files, no clock. minijinja's own filters pay no fuel for what they walk
+//! through, so a template that nests one list in itself often enough can hang. Knows no tokens.
 
 mod values;
 
