@@ -54,6 +54,28 @@ pub fn route_top_k(logits: &[f32], rule: &RouterRule<'_>) -> Routing {
     routing
 }
 
+/// Weighs the experts given for every row of `logits`: `indices` is [tokens, top_k], all below
+/// `bias.len()` and different within a row. A margin, of the worst given expert over the best other
+/// one, is negative where [`route_top_k`] would have chosen otherwise.
+pub fn weigh_given(logits: &[f32], indices: &[u32], rule: &RouterRule<'_>) -> Routing {
+    let experts = rule.bias.len();
+    assert_rule(rule, logits.len());
+    assert_eq!(indices.len(), logits.len() / experts * rule.top_k, "router: experts for each row");
+    let mut routing = Routing { indices: indices.to_vec(), weights: vec![], margins: vec![] };
+    let mut open = vec![true; experts];
+    for (logits, given) in logits.chunks_exact(experts).zip(indices.chunks_exact(rule.top_k)) {
+        let scores: Vec<f32> = logits.iter().map(|&logit| sigmoid(logit)).collect();
+        let selection: Vec<f32> = scores.iter().zip(rule.bias).map(|(s, bias)| s + bias).collect();
+        open_groups(&mut open, &selection, rule);
+        given.iter().for_each(|&expert| open[expert as usize] = false);
+        let chosen = given.iter().map(|&expert| selection[expert as usize]);
+        let last = chosen.fold(f32::INFINITY, f32::min);
+        routing.weights.extend(given.iter().map(|&expert| scores[expert as usize]));
+        finish(&mut routing, last, (&selection, &open, rule));
+    }
+    routing
+}
+
 fn assert_rule(rule: &RouterRule<'_>, logits: usize) {
     let experts = rule.bias.len();
     let RouterRule { top_k, groups, kept_groups, .. } = *rule;
@@ -118,7 +140,6 @@ fn choose(
     selection: &[f32],
     (open, rule): (&mut [bool], &RouterRule<'_>),
 ) {
-    let first = routing.weights.len();
     let mut last = f32::INFINITY;
     for _ in 0..rule.top_k {
         // The rule's check leaves enough experts open.
@@ -128,6 +149,16 @@ fn choose(
         routing.indices.push(expert as u32);
         routing.weights.push(scores[expert]);
     }
+    finish(routing, last, (selection, open, rule));
+}
+
+/// The margin of a row, and its weights from the scores of its experts, which are there.
+fn finish(
+    routing: &mut Routing,
+    last: f32,
+    (selection, open, rule): (&[f32], &[bool], &RouterRule<'_>),
+) {
+    let first = routing.weights.len() - rule.top_k;
     let rejected = best(selection, open).map_or(f32::NEG_INFINITY, |expert| selection[expert]);
     routing.margins.push(last - rejected);
     let weights = &mut routing.weights[first..];
@@ -199,6 +230,7 @@ mod tests {
                 }
                 prop_assert!(f64::from(routing.margins[t]) == margin);
             }
+            prop_assert_eq!(weigh_given(&logits, &routing.indices, &rule), routing);
         }
     }
 
@@ -217,6 +249,21 @@ mod tests {
         assert_eq!(routing.indices, [2, 0]);
         assert_eq!(routing.weights, [1.0, 1.0]);
         assert_eq!(routing.margins, [0.0]);
+    }
+
+    #[test]
+    fn experts_that_are_given_are_weighed_and_their_margin_says_that_others_are_better() {
+        let rule = RouterRule {
+            top_k: 2,
+            groups: 1,
+            kept_groups: 1,
+            bias: &[0.0, 0.25, 0.0],
+            normalise: true,
+            scale: 3.0,
+        };
+        let given = weigh_given(&[0.0, f32::NEG_INFINITY, 0.0], &[1, 2], &rule);
+        assert_eq!(given.weights, [0.0, 3.0]);
+        assert_eq!(given.margins, [0.25 - 0.5]);
     }
 
     /// A bad number must reach the finite check of the caller, not vanish here.

@@ -3,8 +3,8 @@
 use std::io::Write;
 use std::path::PathBuf;
 
-use extractor::cosine::{BELOW, CLEAR, Cosines, MEDIAN};
-use extractor::golden::{Golden, GoldenReport, LOGIT_NEAR_TIE, ROUTER_NEAR_TIE};
+use extractor::cosine::{CLEAR_MARGIN, Cosines, FLOOR, MEDIAN, ROW};
+use extractor::golden::{GivenReport, Golden, GoldenReport, LOGIT_NEAR_TIE, ROUTER_NEAR_TIE};
 use extractor::target::{Compute, Device, EngineOptions, Exchange, QaNormEps, RankGroup};
 
 /// Arguments of `extractor check`.
@@ -59,26 +59,19 @@ pub(crate) fn run(args: &CheckArgs, out: &mut dyn Write) -> anyhow::Result<bool>
         writeln!(out, "allocations after start, for caches: {allocations}")?;
     }
     if args.compute.on(args.device) == Compute::Bf16 {
-        print_cosines(&report, out)?;
-        return Ok(report.agrees_in_bf16());
+        return judge_cosines(&report, golden.compare_given(&mut target, args.together)?, out);
     }
     print(&report, args.tolerance, out)?;
     Ok(report.agrees(args.tolerance))
 }
 
-fn print_cosines(report: &GoldenReport, out: &mut dyn Write) -> std::io::Result<()> {
-    let width = report.cosines.iter().map(|c| c.tensor.len()).max().unwrap_or(0).max(6);
-    let header = ("tensor", "rows", "median cosine", "clear rows", "worst of them");
-    let (tensor, rows, median, clear, worst) = header;
-    writeln!(out, "{tensor:width$}  {rows:>6}  {median:>13}  {clear:>10}  {worst:>13}")?;
-    for cosines in &report.cosines {
-        let mark = if cosines.agrees() { "" } else { "  TOO FAR" };
-        let Cosines { tensor, rows, median, clear, worst_clear, .. } = cosines;
-        writeln!(
-            out,
-            "{tensor:width$}  {rows:>6}  {median:>13.6}  {clear:>10}  {worst_clear:>13.6}{mark}"
-        )?;
-    }
+/// States are judged twice: with the experts that routers chose, and with those of the golden file.
+fn judge_cosines(
+    report: &GoldenReport,
+    given: Option<GivenReport>,
+    out: &mut dyn Write,
+) -> anyhow::Result<bool> {
+    print_cosines(&report.cosines, Cosines::agrees, out)?;
     writeln!(
         out,
         "experts: {} choices, {} differ; greedy: {} tokens agree",
@@ -86,17 +79,55 @@ fn print_cosines(report: &GoldenReport, out: &mut dyn Write) -> std::io::Result<
         report.misrouted.len(),
         report.greedy
     )?;
-    let smallest = |values: &dyn Fn(&Cosines) -> f64| {
-        report.cosines.iter().map(values).fold(f64::INFINITY, f64::min)
+    let smallest = |all: &[Cosines], value: fn(&Cosines) -> f64| {
+        all.iter().map(value).fold(f64::INFINITY, f64::min)
     };
-    let (median, worst) = (smallest(&|c| c.median), smallest(&|c| c.worst_clear));
-    let (clear, below) = Cosines::clear(&report.cosines);
+    let rows = given.as_ref().map_or(&report.cosines, |given| &given.cosines);
+    if let Some(given) = &given {
+        writeln!(out, "with the experts of the golden file:")?;
+        print_cosines(rows, |it| Cosines::rows_agree(std::slice::from_ref(it)), out)?;
+        let GivenReport { routed, otherwise, largest_margin, .. } = given;
+        writeln!(
+            out,
+            "experts: {otherwise} of {routed} choices would differ, of margins up to \
+             {largest_margin:.6} (at most {CLEAR_MARGIN})"
+        )?;
+    }
     writeln!(
         out,
-        "worst:   median {median:.6} (at least {MEDIAN}), clear row {worst:.6}; {below} of {clear} \
-         below {CLEAR} (at most {:.0} %)",
-        100.0 * BELOW
-    )
+        "worst:   median {:.6} (at least {MEDIAN}), clear row {:.6} (at least {FLOOR}); {} row \
+         {:.6} (at least {ROW})",
+        smallest(&report.cosines, |it| it.median),
+        smallest(&report.cosines, |it| it.worst_clear),
+        if given.is_some() { "with experts given," } else { "any" },
+        smallest(rows, |it| it.worst),
+    )?;
+    let rows_agree = given.as_ref().map_or_else(|| Cosines::rows_agree(rows), GivenReport::agrees);
+    Ok(Cosines::agree(&report.cosines) && rows_agree)
+}
+
+fn print_cosines(
+    all: &[Cosines],
+    agrees: impl Fn(&Cosines) -> bool,
+    out: &mut dyn Write,
+) -> std::io::Result<()> {
+    let width = all.iter().map(|c| c.tensor.len()).max().unwrap_or(0).max(6);
+    let header = ["tensor", "rows", "median cosine", "worst row", "clear rows", "worst of them"];
+    let [tensor, rows, median, worst, clear, of_them] = header;
+    writeln!(
+        out,
+        "{tensor:width$}  {rows:>6}  {median:>13}  {worst:>9}  {clear:>10}  {of_them:>13}"
+    )?;
+    for cosines in all {
+        let mark = if agrees(cosines) { "" } else { "  TOO FAR" };
+        let Cosines { tensor, rows, median, worst, clear, worst_clear } = cosines;
+        writeln!(
+            out,
+            "{tensor:width$}  {rows:>6}  {median:>13.6}  {worst:>9.6}  {clear:>10}  \
+             {worst_clear:>13.6}{mark}"
+        )?;
+    }
+    Ok(())
 }
 
 fn print(report: &GoldenReport, tolerance: f64, out: &mut dyn Write) -> std::io::Result<()> {

@@ -8,7 +8,7 @@ use std::ops::Range;
 use kernels::attention::{self, AttentionShape, HeadShape};
 use kernels::gemm::{GemmDims, matmul_nt};
 use kernels::rope::{RopeAngles, RopeLayout, RopeTable};
-use kernels::router::{RouterRule, Routing, route_top_k};
+use kernels::router::{Routing, route_top_k};
 use kernels::{Threads, activation, norm};
 use rayon::prelude::*;
 
@@ -418,14 +418,7 @@ impl Ops for CpuOps {
         bias: &Vec<f32>,
         rule: &RouteRule,
     ) -> Result<CpuRouting, TargetError> {
-        let rule = RouterRule {
-            top_k: rule.top_k,
-            groups: rule.num_groups,
-            kept_groups: rule.topk_group,
-            bias,
-            normalise: rule.normalise,
-            scale: rule.scale,
-        };
+        let rule = rule.with_bias(bias);
         let block = ROWS_PER_TASK * bias.len();
         let parts: Vec<Routing> = if self.threads.0 == 1 {
             vec![route_top_k(logits, &rule)]
@@ -443,6 +436,11 @@ impl Ops for CpuOps {
 
     fn routing_to_host(&mut self, routing: &CpuRouting) -> Result<RouterChoice, TargetError> {
         Ok(routing.choice.clone())
+    }
+
+    fn routing_from_host(&mut self, choice: RouterChoice) -> Result<CpuRouting, TargetError> {
+        let top_k = choice.indices.len() / choice.margins.len().max(1);
+        Ok(CpuRouting { top_k, choice })
     }
 
     fn experts(

@@ -20,6 +20,7 @@ use super::plan::RankPlan;
 use super::ranks::{EndGroup, RankWorker, Ranks};
 use super::source::Source;
 use super::spec::TargetSpec;
+use super::unread;
 use super::weights::Checkpoint;
 use super::{CacheId, ExtendRequest, Extension, TargetModel};
 use crate::batch::TokenBatch;
@@ -92,7 +93,9 @@ impl RankGroup {
         options.check()?;
         let spec = TargetSpec::read(&options.dir)?;
         let plans = options.plans(&spec)?;
-        let source = Source::Checkpoint(Checkpoint::open(&options.dir)?);
+        let checkpoint = Checkpoint::open(&options.dir)?;
+        unread::refuse(&checkpoint, &spec)?;
+        let source = Source::Checkpoint(checkpoint);
         let overlaps = options.device == Device::Cuda;
         let (ranks, planned) = match options.device {
             Device::Cpu => (start_cpu(options, &spec, &plans, source)?, Vec::new()),
@@ -469,6 +472,7 @@ mod tests {
             normed: true,
             logits: true,
             routers: true,
+            ..Wanted::default()
         };
         for lengths in [vec![9], vec![3, 4], vec![5, 30, 2, 11]] {
             let batch = TokenBatch::new(lengths.into_iter().map(sample).collect());

@@ -17,6 +17,7 @@ mod plan;
 mod ranks;
 mod source;
 mod spec;
+mod unread;
 pub mod weights;
 
 use shared::LayerIndex;
@@ -27,7 +28,7 @@ pub(crate) use self::cuda::hang_at_exit;
 pub use self::cuda::{FreeMemory, exit_at_once};
 pub use self::error::{EXIT_DIED, TargetError};
 pub use self::group::{Probe, RankGroup};
-pub use self::model::{Stage, StageTimes, Wanted};
+pub use self::model::{GivenExperts, Stage, StageTimes, Wanted};
 pub use self::ops::RouterChoice;
 pub use self::options::{Compute, Device, EngineOptions, Exchange};
 pub use self::plan::{ExpertPlan, LayerFlops, RankPlan};

@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use kernels::router::RouterRule;
+
 use super::error::TargetError;
 use super::model::{Stage, StageTimes};
 use super::source::Source;
@@ -244,6 +246,9 @@ pub(super) trait Ops: Send {
     /// The choice of [`Ops::route`], on the host.
     fn routing_to_host(&mut self, routing: &Self::Routing) -> Result<RouterChoice, TargetError>;
 
+    /// A choice made on the host, for the same router.
+    fn routing_from_host(&mut self, choice: RouterChoice) -> Result<Self::Routing, TargetError>;
+
     /// Computes the chosen experts held here of every row of `x`, for [`Ops::combine`].
     fn experts(
         &mut self,
@@ -414,6 +419,20 @@ pub(super) struct RouteRule {
     pub normalise: bool,
     /// Multiplier of the weights.
     pub scale: f32,
+}
+
+impl RouteRule {
+    /// The rule on the host, with the `bias` of the choice.
+    pub(super) fn with_bias<'a>(&self, bias: &'a [f32]) -> RouterRule<'a> {
+        RouterRule {
+            top_k: self.top_k,
+            groups: self.num_groups,
+            kept_groups: self.topk_group,
+            bias,
+            normalise: self.normalise,
+            scale: self.scale,
+        }
+    }
 }
 
 /// Experts chosen by one router, on the host.

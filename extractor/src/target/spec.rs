@@ -224,7 +224,7 @@ impl TargetSpec {
         if DEEPSEEK.contains(&inner_type.as_str()) {
             Self::deepseek(&fields, model_type)
         } else if DENSE.contains(&inner_type.as_str()) {
-            Self::dense(&fields, model_type)
+            Self::dense(&fields, model_type, &inner_type)
         } else {
             let supported = [&DEEPSEEK[..], &NESTED, &DENSE].concat().join(", ");
             Err(TargetError::UnsupportedModel { model_type: inner_type, supported })
@@ -264,7 +264,8 @@ impl TargetSpec {
         Self::finish(fields, (model_type, rope, AttentionSpec::Mla(attention), Some(moe)))
     }
 
-    fn dense(fields: &Fields<'_>, model_type: String) -> Result<Self, TargetError> {
+    /// `family` is one of [`DENSE`], also where `model_type` wraps it.
+    fn dense(fields: &Fields<'_>, model_type: String, family: &str) -> Result<Self, TargetError> {
         let hidden = fields.size("hidden_size", 1..=1 << 16)?;
         let heads = fields.size("num_attention_heads", 1..=1024)?;
         let kv_heads = fields.size_or("num_key_value_heads", 1..=1024, heads)?;
@@ -287,7 +288,7 @@ impl TargetSpec {
         })?;
         fields.refuse_flag("mlp_bias", "biases in the MLP are not supported")?;
         fields.refuse_flag("use_sliding_window", "sliding windows are not supported")?;
-        let is_qwen2 = model_type == "qwen2";
+        let is_qwen2 = family == "qwen2";
         let bias = fields.flag_or("attention_bias", is_qwen2)?;
         fields.require("attention_bias", is_qwen2 || !bias, || {
             "is true; biases are supported for qwen2 only".to_owned()
@@ -296,7 +297,7 @@ impl TargetSpec {
             num_heads: heads,
             num_kv_heads: kv_heads,
             head_dim,
-            qk_norm: model_type == "qwen3",
+            qk_norm: family == "qwen3",
             qkv_bias: bias,
         };
         let rope = RopeSpec::read(fields, head_dim, false)?;

@@ -37,6 +37,33 @@ fn kimi_k2_5_nests_its_text_model() {
     assert_eq!(TargetSpec { model_type: "kimi_k25".to_owned(), ..flat }, spec);
 }
 
+/// A wrapped Qwen3 keeps its norms of heads, and what would be left out of a checkpoint is refused.
+#[test]
+fn no_part_of_a_checkpoint_is_left_out_in_silence() {
+    let wrapped =
+        json!({"model_type": "kimi_k25", "text_config": config("tests/fixtures/tiny-qwen3")});
+    let spec = TargetSpec::from_json(&wrapped).unwrap();
+    assert!(matches!(&spec.attention, AttentionSpec::Gqa(gqa) if gqa.qk_norm), "{spec:?}");
+
+    for (model, field, value, part) in [
+        ("tests/fixtures/tiny-qwen2", "attention_bias", json!(false), "k_proj.bias"),
+        ("tests/fixtures/tiny-qwen3", "model_type", json!("llama"), "k_norm.weight"),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        for file in std::fs::read_dir(repository(model)).unwrap() {
+            let file = file.unwrap();
+            std::fs::copy(file.path(), dir.path().join(file.file_name())).unwrap();
+        }
+        let mut changed = config(model);
+        changed[field] = value;
+        std::fs::write(dir.path().join("config.json"), changed.to_string()).unwrap();
+        let Err(error) = RankGroup::open(&EngineOptions::new(dir.path())) else {
+            panic!("{model} is opened without its {part}");
+        };
+        assert!(error.to_string().contains(part), "{error}");
+    }
+}
+
 #[test]
 fn rope_parameters_of_transformers_5() {
     let old = with(

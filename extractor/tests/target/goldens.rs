@@ -68,6 +68,32 @@ fn tiny_qwen3() {
     assert_eq!(report.greedy, 16);
 }
 
+/// The router's own experts, given, are the same computation; others are another, and are noticed.
+#[test]
+fn experts_may_be_given() {
+    for (golden, model) in [("nano_kimi_int4", NANO_KIMI), ("tiny_odd", TINY_ODD)] {
+        let path = repository(&format!("tests/fixtures/golden/{golden}.safetensors"));
+        let mut golden = Golden::read(&path, QaNormEps::Hf).unwrap();
+        let mut target = RankGroup::open(&options(model, 2)).unwrap();
+        for together in [false, true] {
+            let report = golden.compare_given(&mut target, together).unwrap().unwrap();
+            assert!(report.agrees() && report.largest_margin < 1e-4, "{report:#?}");
+            assert!(report.cosines.iter().all(|it| it.worst > 1.0 - 1e-6), "{report:#?}");
+        }
+        let (_, choice) = golden.prompts[0].routers.iter_mut().next().unwrap();
+        let row = choice.indices.len() / choice.margins.len();
+        let other = (0..).find(|expert| !choice.indices[..row].contains(expert)).unwrap();
+        choice.indices[0] = other;
+        let report = golden.compare_given(&mut target, true).unwrap().unwrap();
+        assert!(!report.agrees() && report.otherwise > 0, "{report:#?}");
+
+        let (_, choice) = golden.prompts[0].routers.iter_mut().next().unwrap();
+        choice.indices[0] = u32::MAX;
+        let refused = golden.compare_given(&mut target, true).unwrap_err().to_string();
+        assert!(refused.contains("different experts below"), "{refused}");
+    }
+}
+
 /// The same states whether ranks hold whole experts or a part of each.
 #[test]
 fn experts_cut_over_all_ranks() {

@@ -13,9 +13,9 @@ use rayon::prelude::*;
 
 use super::{CudaError, Launcher, Shape};
 
-const COMMON: &str = include_str!("../../cuda/common.cuh");
+const PRELUDE: &str = include_str!("../../cuda/prelude.cuh");
 
-/// The text of a source that needs headers beside common.cuh.
+/// The text of a source that needs headers beside prelude.cuh.
 macro_rules! after {
     ($header:literal, $file:literal) => {
         concat!(
@@ -31,7 +31,7 @@ macro_rules! after {
     };
 }
 
-/// Every source file: name and text. Each is compiled after common.cuh.
+/// Every source file: name and text. Each is compiled after prelude.cuh.
 pub const SOURCES: [(&str, &str); 10] = [
     ("rows.cu", include_str!("../../cuda/rows.cu")),
     ("norm.cu", include_str!("../../cuda/norm.cu")),
@@ -160,7 +160,7 @@ pub struct Compiled {
 /// One of [`SOURCES`] for an architecture. Needs NVRTC, but no device.
 pub fn compile((file, text): (&str, &str), arch: &Arch) -> Result<Compiled, CudaError> {
     require_nvrtc()?;
-    let text = format!("{COMMON}\n#line 1 \"{file}\"\n{text}");
+    let text = format!("{PRELUDE}\n#line 1 \"{file}\"\n{text}");
     let (Ok(text), Ok(name)) = (CString::new(text), CString::new(file)) else {
         return Err(CudaError::shape(format!("{file} holds a zero byte")));
     };
@@ -376,7 +376,7 @@ fn cached(
 ) -> Result<Vec<u8>, CudaError> {
     let Some(dir) = cache_dir else { return Ok(compile(source, arch)?.code) };
     let mut hash = blake3::Hasher::new();
-    hash.update(COMMON.as_bytes());
+    hash.update(PRELUDE.as_bytes());
     hash.update(source.1.as_bytes());
     let key = hash.finalize().to_hex();
     let name = format!("{}-{}-{major}.{minor}-{}.cubin", source.0, arch.name(), &key[..24]);

@@ -160,7 +160,7 @@ impl DeviceHeads {
     }
 }
 
-/// `struct Mat` of common.cuh.
+/// `struct Mat` of prelude.cuh.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(super) struct MatArg {
@@ -168,7 +168,7 @@ pub(super) struct MatArg {
     pub(super) stride: i64,
 }
 
-/// `struct Heads` of common.cuh.
+/// `struct Heads` of prelude.cuh.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(super) struct HeadsArg {

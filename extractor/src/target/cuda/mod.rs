@@ -420,10 +420,10 @@ impl Ops for CudaOps {
             normalise: rule.normalise,
             scale: rule.scale,
         };
-        let launch = device.launch();
-        let result = launch
+        let result = device
+            .launch()
             .route(&logits, bias.floats(), &kernel_rule, &routing.views)
-            .and_then(|()| launch.permute(routing.views.indices, rule.top_k, &routing.permutation))
+            .and_then(|()| routing.group_rows(device, rule.top_k))
             .and_then(|()| work.start_counts(device, routing.permutation.counts));
         device.doing("choose experts", result)?;
         Ok(routing)
@@ -433,6 +433,21 @@ impl Ops for CudaOps {
         const DOING: &str = "copy the choice of experts to the host";
         self.device.settle(DOING)?;
         self.device.doing(DOING, routing.to_host(&self.device))
+    }
+
+    fn routing_from_host(&mut self, choice: RouterChoice) -> Result<Routing, TargetError> {
+        let (Some(memory), Some(work)) = (&self.routing, &self.experts) else {
+            return Err(self.missing("memory for a router"));
+        };
+        let device = &self.device;
+        let rows = choice.margins.len();
+        let routing = memory.of(rows);
+        let result = routing
+            .set(device, &choice)
+            .and_then(|()| routing.group_rows(device, choice.indices.len() / rows.max(1)))
+            .and_then(|()| work.start_counts(device, routing.permutation.counts));
+        device.doing("copy a choice of experts to the GPU", result)?;
+        Ok(routing)
     }
 
     fn experts(

@@ -1,6 +1,8 @@
 //! The choice of experts on a GPU, and the grouping of rows by expert. Knows no weights.
 
-use kernels::cuda::{CudaError, DeviceBuffer, DeviceVector, Permutation, RoutingViews, download};
+use kernels::cuda::{
+    CudaError, DeviceBuffer, DeviceVector, Permutation, RoutingViews, download, upload,
+};
 
 use super::device::Device;
 use super::experts::{ExpertSizes, ROW_ALIGN};
@@ -75,6 +77,18 @@ impl RoutingMemory {
 }
 
 impl Routing {
+    /// Groups rows by the experts chosen.
+    pub(super) fn group_rows(self, device: &Device, top_k: usize) -> Result<(), CudaError> {
+        device.launch().permute(self.views.indices, top_k, &self.permutation)
+    }
+
+    /// Writes a choice of the host's.
+    pub(super) fn set(self, device: &Device, choice: &RouterChoice) -> Result<(), CudaError> {
+        upload(&device.compute, self.views.indices.address, &choice.indices)?;
+        upload(&device.compute, self.views.weights.address, &choice.weights)?;
+        upload(&device.compute, self.views.margins.address, &choice.margins)
+    }
+
     /// Copies the choice to the host; the GPU has made it.
     pub(super) fn to_host(self, device: &Device) -> Result<RouterChoice, CudaError> {
         fn values<T: bytemuck::Pod>(

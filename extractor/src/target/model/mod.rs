@@ -12,6 +12,8 @@ mod reader;
 mod step;
 mod work;
 
+use std::collections::BTreeMap;
+
 use shared::{Digest, LayerIndex};
 
 use self::gqa::Gqa;
@@ -103,7 +105,10 @@ impl ForwardRequest {
     }
 }
 
-/// What a forward returns.
+/// By layer, experts that its router has to take: [tokens, top_k] indices, different in a row.
+pub type GivenExperts = BTreeMap<usize, Vec<u32>>;
+
+/// What a forward returns, and what it is to do for that.
 #[derive(Clone, Debug, Default)]
 pub struct Wanted {
     /// Layers whose outputs to return.
@@ -116,6 +121,8 @@ pub struct Wanted {
     pub logits: bool,
     /// The choices of every router that ran.
     pub routers: bool,
+    /// Layers named here do not choose experts of their own; for checks.
+    pub experts: GivenExperts,
 }
 
 /// What one rank returns of a forward. Values that all ranks hold alike come from rank 0 only.
@@ -239,6 +246,7 @@ impl<O: Ops> Model<O> {
             work: &mut self.work,
             hidden_size: self.spec.hidden_size,
             cached: cached.as_ref().map_or(&[], |cached| cached),
+            experts: &request.wanted.experts,
             half,
             other,
             turn: 0,
@@ -323,7 +331,7 @@ impl<O: Ops> Layer<O> {
         &self,
         step: &mut Step<'_, O>,
         mut cache: Option<&mut LayerCache<O::Buffer>>,
-        eps: f32,
+        (index, eps): (usize, f32),
     ) -> Result<Option<O::Routing>, TargetError> {
         step.each_half(|step| {
             step.arrive(Stage::Collective)?;
@@ -341,7 +349,7 @@ impl<O: Ops> Layer<O> {
             })
         })?;
         match &self.block {
-            Block::Moe(moe) => Ok(Some(moe.forward(step)?)),
+            Block::Moe(moe) => Ok(Some(moe.forward(step, index)?)),
             Block::Dense(mlp) => {
                 step.each_half(|step| {
                     step.arrive(Stage::Collective)?;
@@ -383,7 +391,7 @@ fn run_layers<O: Ops>(
                 layer.attention.prepare(step)
             })
         })?;
-        let routing = layer.forward(step, kv, eps)?;
+        let routing = layer.forward(step, kv, (index, eps))?;
         reader.router(output, step.ops, (index, routing.as_ref()))?;
     }
     Ok(pending)

@@ -1,12 +1,14 @@
 //! Mixture of experts: a sigmoid router with a selection bias, routed and shared experts. Knows
 //! nothing of how a device groups rows by expert.
 
+use kernels::router::{Routing, weigh_given};
+
 use super::load::Loader;
 use super::mlp::Mlp;
 use super::step::{Stage, Step};
 use super::work::Work;
 use crate::target::error::TargetError;
-use crate::target::ops::{ExpertShare, Ops, RouteRule, Rows, Write};
+use crate::target::ops::{ExpertShare, Ops, RouteRule, RouterChoice, Rows, Write};
 use crate::target::spec::MoeSpec;
 
 pub(super) struct Moe<O: Ops> {
@@ -55,7 +57,11 @@ impl<O: Ops> Moe<O> {
 
     /// Adds routed and shared experts of `work.normed`, whole, to the residual stream's sum.
     /// Returns the choice of experts.
-    pub(super) fn forward(&self, step: &mut Step<'_, O>) -> Result<O::Routing, TargetError> {
+    pub(super) fn forward(
+        &self,
+        step: &mut Step<'_, O>,
+        index: usize,
+    ) -> Result<O::Routing, TargetError> {
         let halved = step.other.is_some();
         step.arrive(Stage::Collective)?;
         if halved {
@@ -67,7 +73,10 @@ impl<O: Ops> Moe<O> {
         }
         let Work { normed, logits, .. } = &mut *step.work;
         step.ops.matmul(logits, Rows::all(normed), &self.router, Write::Set)?;
-        let routing = step.ops.route(logits, &self.bias, &self.rule)?;
+        let routing = match step.experts.get(&index) {
+            None => step.ops.route(logits, &self.bias, &self.rule)?,
+            Some(given) => self.weigh(step, given)?,
+        };
         step.ops.lap(Stage::Experts)?;
         if !halved {
             self.add_shared(step)?;
@@ -83,6 +92,17 @@ impl<O: Ops> Moe<O> {
             step.send()
         })?;
         Ok(routing)
+    }
+
+    /// Takes the experts `given`. For checks only: weighed on the host, which waits for the device.
+    fn weigh(&self, step: &mut Step<'_, O>, given: &[u32]) -> Result<O::Routing, TargetError> {
+        let experts = self.rule.num_experts;
+        let values = given.len() / self.rule.top_k * experts;
+        let logits = step.ops.download(&step.work.logits, 0..values)?;
+        let bias = step.ops.download(&self.bias, 0..experts)?;
+        let Routing { indices, weights, margins } =
+            weigh_given(&logits, given, &self.rule.with_bias(&bias));
+        step.ops.routing_from_host(RouterChoice { indices, weights, margins })
     }
 
     fn add_shared(&self, step: &mut Step<'_, O>) -> Result<(), TargetError> {

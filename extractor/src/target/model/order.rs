@@ -217,6 +217,7 @@ fn requests() -> Vec<ForwardRequest> {
         normed: true,
         logits: true,
         routers: true,
+        ..Wanted::default()
     };
     let request = |cu_seqlens: &[usize], cache| {
         let tokens = *cu_seqlens.last().unwrap() as u32;

@@ -4,6 +4,7 @@
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
+use super::GivenExperts;
 use super::work::Work;
 use crate::target::collective::{Collective, Table, share};
 use crate::target::error::TargetError;
@@ -96,6 +97,7 @@ pub(super) struct Step<'a, O: Ops> {
     pub(super) hidden_size: usize,
     /// Tokens of each sequence that its cache holds already; empty where none has a cache.
     pub(super) cached: &'a [usize],
+    pub(super) experts: &'a GivenExperts,
     pub(super) half: Half<'a, O::Rope>,
     /// The half that waits, and whose turn it is: 0 or 1.
     pub(super) other: Option<Half<'a, O::Rope>>,

@@ -34,6 +34,15 @@ pub enum WeightsError {
         /// What the parser met.
         source: serde_json::Error,
     },
+    /// A bias or norm that config.json says nothing of.
+    #[error(
+        "{name} is in the checkpoint, but by config.json the model has no such parameter: take \
+         weights and configuration from one place, or another model (this one is not supported)"
+    )]
+    Unread {
+        /// The parameter.
+        name: String,
+    },
     /// The index is larger than any real one.
     #[error("{}: {bytes} bytes of index, at most {limit} are read", path.display())]
     IndexTooLarge {

@@ -81,6 +81,11 @@ impl Checkpoint {
         self.files.iter().map(|file| file.mapped.path())
     }
 
+    /// Logical names of all tensors, in order.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
     /// Whether there is a tensor of this name (with or without `.weight`) or a linear layer in
     /// any of the known formats.
     pub fn contains(&self, name: &str) -> bool {

@@ -323,6 +323,11 @@ impl Ops for Watched {
         self.cpu.routing_to_host(routing)
     }
 
+    fn routing_from_host(&mut self, choice: RouterChoice) -> Answer<CpuRouting> {
+        self.in_order("routing from host");
+        self.cpu.routing_from_host(choice)
+    }
+
     fn experts(
         &mut self,
         x: &Buffer,
