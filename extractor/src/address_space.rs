@@ -6,6 +6,8 @@ use std::path::Path;
 
 use thiserror::Error;
 
+use crate::template::ADDRESS_SPACE;
+
 /// Code, stacks and buffers of a small batch.
 const BASE: u64 = 320 << 20;
 /// Stack and heap of a thread.
@@ -46,7 +48,7 @@ pub fn require(dir: &Path, threads: usize) -> Result<(), AddressSpaceError> {
         files.filter(|file| file.path().extension().is_some_and(|it| it == "safetensors"));
     let weights = weights.filter_map(|file| file.metadata().ok()).map(|file| file.len()).sum();
     let threads = threads as u64;
-    let needed = BASE + weights + threads * PER_THREAD;
+    let needed = BASE + ADDRESS_SPACE as u64 + weights + threads * PER_THREAD;
     match limit < needed {
         true => Err(AddressSpaceError { limit, needed, weights, threads }),
         false => Ok(()),

@@ -1,6 +1,7 @@
 //! A conversation becomes token ids and a loss mask: the assistant's own tokens and their end
 //! marker are trained, found from the boundaries of the rendering. Knows nothing of batches.
 
+use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::path::Path;
@@ -161,6 +162,11 @@ impl Encoder {
         &self.stop_ids
     }
 
+    /// A chat template did not end; what it makes of any conversation cannot be known any more.
+    pub fn is_endless(&self) -> bool {
+        self.template.as_ref().is_some_and(ChatTemplate::is_endless)
+    }
+
     /// The options it was made with.
     pub fn options(&self) -> &EncodeOptions {
         &self.options
@@ -215,7 +221,8 @@ impl Encoder {
         })?;
         let answer_specials = &self.options.answer_specials;
         let (tokenizer, stop_ids) = (&self.tokenizer, &self.stop_ids);
-        Ok(Layouter { template, tokenizer, answer_specials, stop_ids })
+        let rendered = Cell::new(0);
+        Ok(Layouter { template, tokenizer, answer_specials, stop_ids, rendered })
     }
 
     fn encode_chat(&self, chat: &Chat) -> Result<(Vec<u32>, Vec<u8>, bool), Fault> {

@@ -36,6 +36,16 @@ pub enum IntakeError {
         /// 1-based line number.
         line: u64,
     },
+    /// The chat template does not end.
+    #[error("{file}:{line}: {detail}")]
+    Endless {
+        /// The input file.
+        file: String,
+        /// 1-based line number.
+        line: u64,
+        /// What did not end, and what to do.
+        detail: String,
+    },
 }
 
 impl IntakeError {
@@ -44,7 +54,7 @@ impl IntakeError {
         match self {
             Self::Prompts(error) => error.exit_code(),
             Self::Manifest(error) => error.exit_code(),
-            Self::ChangedLine { .. } => 65,
+            Self::ChangedLine { .. } | Self::Endless { .. } => 65,
         }
     }
 }
@@ -139,6 +149,11 @@ impl<'a> Intake<'a> {
         }
         let encoded = match line.parsed.and_then(|it| self.encoder.encode(&it)) {
             Ok(encoded) => encoded,
+            // Not the fault of this line alone, and perhaps of none.
+            Err(reject) if self.encoder.is_endless() => {
+                let (line, detail) = (line.source.line, reject.detail);
+                return Err(IntakeError::Endless { file, line, detail });
+            }
             Err(reject) => {
                 tracing::debug!("{reject}");
                 let reason = format!("{}: {}", reject.reason, reject.detail);

@@ -114,6 +114,8 @@ reject_reasons! {
     NoTemplate = "no_template",
     /// The chat template refused the conversation or ran out of its limits.
     TemplateError = "template_error",
+    /// So many turns that finding the answers in them takes too long.
+    TooManyTurns = "too_many_turns",
     /// It cannot be told which characters of the rendered text are the answer.
     BoundaryUnclear = "boundary_unclear",
     /// Text of a special token in a place whose origin cannot be told (tools, tool calls, names).

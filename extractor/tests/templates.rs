@@ -307,6 +307,21 @@ fn a_template_that_drops_the_prompt_gives_a_reject_not_an_all_ones_mask() {
     );
 }
 
+/// Every answer's history is rendered, which takes the square of the turns: there is an end to it.
+#[test]
+fn a_chat_of_too_many_turns_is_a_reject() {
+    let source = "{%- for m in messages -%}<{{ m.role }}>{{ m.content }}</s>{%- endfor -%}\
+                  {%- if add_generation_prompt -%}<assistant>{%- endif -%}";
+    let encoder = with_template(source, EncodeOptions::default());
+    let turns = |pairs: usize| {
+        let pair =
+            [json!({"role": "user", "content": "a"}), json!({"role": "assistant", "content": "b"})];
+        chat(&pair.into_iter().cycle().take(2 * pairs).collect())
+    };
+    assert!(encode(&encoder, turns(100)).is_ok());
+    assert_eq!(encode(&encoder, turns(3000)).unwrap_err().reason, RejectReason::TooManyTurns);
+}
+
 #[test]
 fn attacks_run_out_of_fuel_or_are_refused() {
     let messages = chat(&json!([{"role": "user", "content": "x"}])).messages;
@@ -322,6 +337,19 @@ fn attacks_run_out_of_fuel_or_are_refused() {
     for source in [nested, doubling, printing, laughing, indented, "{{ 'x' * 1000000000 }}"] {
         let error = template(source).render(&messages, None, false).unwrap_err();
         assert!(matches!(error, TemplateError::OutOfFuel | TemplateError::TooLong), "{error:?}");
+    }
+    // As deep as fuel goes: dropped, written, compared.
+    let deep = |end: &str| {
+        format!(
+            "{{% set n = namespace(l=[], m=[]) %}}{{% for i in range(3) %}}{{% for j in range(99999) %}}\
+             {{% set n.l = [n.l] %}}{{% endfor %}}{{% endfor %}}{{% set n.m = [n.l] %}}{end}"
+        )
+    };
+    for end in
+        ["", "{{ n.l | string | length }}", "{{ n.l | pprint | length }}", "{{ n.m == n.l }}"]
+    {
+        let rendered = template(&deep(end)).render(&messages, None, false);
+        assert!(rendered.is_ok(), "{end}: {rendered:?}");
     }
     let recursive = "{% macro m(n) %}{{ m(n + 1) }}{% endmacro %}{{ m(0) }}";
     for source in [

@@ -15,7 +15,7 @@ impl Layouter<'_> {
         plain: &str,
         generation_prompt: bool,
     ) -> Result<Option<Layout>, Fault> {
-        let Ok(text) = self.try_render(chat, &marked.messages, generation_prompt) else {
+        let Ok(text) = self.try_render(chat, &marked.messages, generation_prompt)? else {
             return Ok(None);
         };
         let Some(matched) = marked.match_plain(text, plain) else { return Ok(None) };
@@ -49,8 +49,8 @@ impl Layouter<'_> {
         }
         let earlier = marked.messages.get(..turn).unwrap_or_default();
         let so_far = marked.messages.get(..=turn).unwrap_or_default();
-        let Ok(prompt) = self.try_render(chat, earlier, true) else { return Ok(None) };
-        let Ok(turn_end) = self.try_render(chat, so_far, false) else { return Ok(None) };
+        let Ok(prompt) = self.try_render(chat, earlier, true)? else { return Ok(None) };
+        let Ok(turn_end) = self.try_render(chat, so_far, false)? else { return Ok(None) };
 
         let (prompt_slot, prompt_tail) = tail(&prompt);
         if prompt_slot != before.map(|mark| mark.slot) {

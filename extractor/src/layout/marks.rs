@@ -67,18 +67,27 @@ impl Marked {
     /// The text with all but the `kept` parts replaced by marks.
     fn add_parts(&mut self, turn: usize, text: &str, kept: &[String]) -> Option<String> {
         let mut marked = String::new();
-        let mut rest = text;
-        loop {
-            let hits = kept.iter().filter_map(|name| Some((rest.find(name.as_str())?, name)));
-            let first = hits.min_by_key(|(at, name)| (*at, std::cmp::Reverse(name.len())));
-            let Some((at, name)) = first.filter(|(_, name)| !name.is_empty()) else { break };
-            let (before, after) = rest.split_at(at);
+        let mut from = 0;
+        // Where each name stands next: text is searched once for each, however often they occur.
+        let names = kept.iter().filter(|name| !name.is_empty());
+        let mut next: Vec<_> = names.filter_map(|name| Some((text.find(name)?, name))).collect();
+        while let Some(&(at, name)) =
+            next.iter().min_by_key(|(at, name)| (*at, std::cmp::Reverse(name.len())))
+        {
+            let before = text.get(from..at)?;
             if !before.is_empty() {
                 marked.push(self.add(turn, before)?);
             }
             marked.push_str(name);
-            rest = after.get(name.len()..)?;
+            from = at + name.len();
+            for (at, name) in &mut next {
+                if *at < from {
+                    *at = text.get(from..)?.find(name.as_str()).map_or(usize::MAX, |it| from + it);
+                }
+            }
+            next.retain(|(at, _)| *at != usize::MAX);
         }
+        let rest = text.get(from..)?;
         if !rest.is_empty() || text.is_empty() {
             marked.push(self.add(turn, rest)?);
         }

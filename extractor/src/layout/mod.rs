@@ -6,6 +6,7 @@ mod by_marks;
 mod by_prefixes;
 mod marks;
 
+use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::ops::Range;
 
@@ -40,8 +41,14 @@ pub struct Answer {
     pub content_end: usize,
 }
 
-/// What laying out needs besides the chat.
-#[derive(Clone, Copy, Debug)]
+/// Most messages that laying out one chat may render, each once for every rendering it is in: a
+/// template pays fuel for each rendering alone, and there are two of each answer's history.
+const MAX_RENDERED_MESSAGES: usize = 1 << 21;
+/// Bytes of rendered text that count as a message.
+const BYTES_A_MESSAGE: usize = 1024;
+
+/// What laying out one chat needs besides it.
+#[derive(Debug)]
 pub(crate) struct Layouter<'a> {
     pub(crate) template: &'a ChatTemplate,
     pub(crate) tokenizer: &'a Tokenizer,
@@ -49,6 +56,8 @@ pub(crate) struct Layouter<'a> {
     pub(crate) answer_specials: &'a [String],
     /// Special tokens that end a turn.
     pub(crate) stop_ids: &'a BTreeSet<u32>,
+    /// Messages rendered so far, against [`MAX_RENDERED_MESSAGES`].
+    pub(crate) rendered: Cell<usize>,
 }
 
 impl Layouter<'_> {
@@ -77,17 +86,32 @@ impl Layouter<'_> {
         messages: &[Message],
         generation_prompt: bool,
     ) -> Result<String, Fault> {
-        self.try_render(chat, messages, generation_prompt)
-            .map_err(|error| Fault::new(RejectReason::TemplateError, error.to_string()))
+        let rendered = self.try_render(chat, messages, generation_prompt)?;
+        rendered.map_err(|error| Fault::new(RejectReason::TemplateError, error.to_string()))
     }
 
+    /// What the template says of these messages; a fault is that the chat has too many.
     fn try_render(
         &self,
         chat: &Chat,
         messages: &[Message],
         generation_prompt: bool,
-    ) -> Result<String, TemplateError> {
-        self.template.render(messages, chat.tools.as_ref(), generation_prompt)
+    ) -> Result<Result<String, TemplateError>, Fault> {
+        let rendered = self.template.render(messages, chat.tools.as_ref(), generation_prompt);
+        let bytes = rendered.as_ref().map_or(0, String::len);
+        let so_far = self.rendered.get() + messages.len() + bytes / BYTES_A_MESSAGE;
+        self.rendered.set(so_far);
+        match so_far > MAX_RENDERED_MESSAGES {
+            true => Err(Fault::new(
+                RejectReason::TooManyTurns,
+                format!(
+                    "{} messages: finding the answers takes the chat template over \
+                     {MAX_RENDERED_MESSAGES} of them; cut the conversation into parts",
+                    chat.messages.len()
+                ),
+            )),
+            false => Ok(rendered),
+        }
     }
 
     /// Tools, tool calls and names reach the text in ways that cannot be followed, so text of

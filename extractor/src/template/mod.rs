@@ -1,7 +1,7 @@
 //! Chat templates as Hugging Face renders them: Jinja with Python's methods, under limits of fuel,
-//! depth and output; no files, no clock. minijinja's own filters pay no fuel for what they walk
-//! through, so a template that nests one list in itself often enough can hang. Knows no tokens.
+//! depth, output and time; no files, no clock. Knows no tokens.
 
+mod thread;
 mod values;
 
 use std::collections::BTreeMap;
@@ -16,12 +16,15 @@ use thiserror::Error;
 
 use crate::conversation::Message;
 use crate::tokenizer::{TokenizerConfig, TokenizerError, read_limited};
+use thread::{NoAnswer, SECONDS, Thread};
 use values::{from_json, to_json, write_message};
 
 /// Longest rendered text in bytes.
 pub const MAX_RENDERED_BYTES: usize = 4 << 20;
 /// Longest template source in bytes.
 pub const MAX_TEMPLATE_BYTES: u64 = 1 << 20;
+/// Address space that rendering takes, in bytes.
+pub const ADDRESS_SPACE: usize = thread::STACK;
 /// Instructions of one rendering, and 64-byte units of data it makes: 256 MB at most.
 const FUEL: u64 = 4_000_000;
 const RECURSION_LIMIT: usize = 100;
@@ -44,6 +47,16 @@ pub enum TemplateError {
     /// The template used up its instructions or its memory.
     #[error("the chat template ran out of fuel: it loops, or makes too much data")]
     OutOfFuel,
+    /// Rendering does not end: filters pay no fuel for what they walk through, so a list nested in
+    /// itself often enough keeps one busy. All renderings after it get this at once.
+    #[error(
+        "the chat template did not end within {SECONDS} s: it walks through values that grow \
+         without end; use the chat template that the model was published with"
+    )]
+    Endless,
+    /// The template engine panicked, or there was no thread for it.
+    #[error("the template engine stopped at the chat template; use another template")]
+    Stopped,
     /// The rendered text is too long.
     #[error("the chat template wrote more than {MAX_RENDERED_BYTES} bytes")]
     TooLong,
@@ -52,7 +65,7 @@ pub enum TemplateError {
 /// A parsed chat template with the names of the model's special tokens.
 #[derive(Debug)]
 pub struct ChatTemplate {
-    environment: Environment<'static>,
+    engine: Thread<Value, Result<String, TemplateError>>,
     source: String,
     variables: BTreeMap<String, Value>,
 }
@@ -94,7 +107,9 @@ impl ChatTemplate {
         environment.add_template_owned("chat", without_generation_tags(&source)).map_err(syntax)?;
         let variables =
             tokens.iter().map(|(name, text)| (name.clone(), Value::from(text.clone()))).collect();
-        Ok(Self { environment, source, variables })
+        let engine = Thread::start(move |context| render(&environment, context));
+        let engine = engine.map_err(|_| TemplateError::Stopped)?;
+        Ok(Self { engine, source, variables })
     }
 
     /// Adds variables for every rendering, such as `thinking` or `enable_thinking`.
@@ -121,20 +136,33 @@ impl ChatTemplate {
         context.insert("messages".into(), Value::from(messages));
         context.insert("tools".into(), tools.map_or(Value::from(()), from_json));
         context.insert("add_generation_prompt".into(), Value::from(add_generation_prompt));
-        let template = self.environment.get_template("chat");
-        let template = template.map_err(|error| TemplateError::Syntax(describe(&error)))?;
-        let mut text = Limited { bytes: Vec::new(), full: false };
-        match template.render_captured_to(Value::from(context), &mut text) {
-            Ok(_) => {}
-            Err(_) if text.full => return Err(TemplateError::TooLong),
-            Err(error) if error.kind() == ErrorKind::OutOfFuel => {
-                return Err(TemplateError::OutOfFuel);
-            }
-            Err(error) => return Err(TemplateError::Refused(describe(&error))),
+        match self.engine.ask(Value::from(context)) {
+            Ok(text) => text,
+            Err(NoAnswer::Late) => Err(TemplateError::Endless),
+            Err(NoAnswer::Gone) => Err(TemplateError::Stopped),
         }
-        // The engine writes whole strings, so the bytes are UTF-8.
-        String::from_utf8(text.bytes).map_err(|error| TemplateError::Refused(error.to_string()))
     }
+
+    /// A rendering did not end, this time or before; nothing more can be rendered.
+    pub fn is_endless(&self) -> bool {
+        self.engine.is_late()
+    }
+}
+
+fn render(environment: &Environment<'_>, context: Value) -> Result<String, TemplateError> {
+    let template = environment.get_template("chat");
+    let template = template.map_err(|error| TemplateError::Syntax(describe(&error)))?;
+    let mut text = Limited { bytes: Vec::new(), full: false };
+    match template.render_captured_to(context, &mut text) {
+        Ok(_) => {}
+        Err(_) if text.full => return Err(TemplateError::TooLong),
+        Err(error) if error.kind() == ErrorKind::OutOfFuel => {
+            return Err(TemplateError::OutOfFuel);
+        }
+        Err(error) => return Err(TemplateError::Refused(describe(&error))),
+    }
+    // The engine writes whole strings, so the bytes are UTF-8.
+    String::from_utf8(text.bytes).map_err(|error| TemplateError::Refused(error.to_string()))
 }
 
 fn describe(error: &Error) -> String {
