@@ -55,9 +55,12 @@ impl TokenBatch {
     }
 }
 
+/// Samples of a batch at most: attention kernels number them along an axis of this length.
+const MAX_SAMPLES: usize = 65_535;
+
 /// Packs samples in the order they come: a batch is closed when the next sample would take it over
-/// the budget, and a sample above the budget has a batch of its own. The same samples in the same
-/// order always give the same batches.
+/// the budget or [`MAX_SAMPLES`], and a sample above the budget has a batch of its own. The same
+/// samples in the same order always give the same batches.
 #[derive(Debug)]
 pub struct Batcher {
     budget: usize,
@@ -73,7 +76,7 @@ impl Batcher {
 
     /// Takes the next sample; returns a batch when that closes one.
     pub fn push(&mut self, sample: TokenSample) -> Option<TokenBatch> {
-        let fits = self.waiting.is_empty() || self.tokens + sample.tokens() <= self.budget;
+        let fits = self.tokens + sample.tokens() <= self.budget && self.waiting.len() < MAX_SAMPLES;
         let closed = if fits { None } else { self.finish() };
         self.tokens += sample.tokens();
         self.waiting.push(sample);
@@ -93,6 +96,15 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    #[test]
+    fn a_batch_has_no_more_samples_than_kernels_can_number() {
+        let mut batcher = Batcher::new(usize::MAX);
+        let sample = || TokenSample::new(vec![1], vec![1]).unwrap();
+        assert!((0..MAX_SAMPLES).all(|_| batcher.push(sample()).is_none()));
+        assert_eq!(batcher.push(sample()).unwrap().samples().len(), MAX_SAMPLES);
+        assert_eq!(batcher.finish().unwrap().samples().len(), 1);
+    }
 
     proptest! {
         #[test]

@@ -47,7 +47,7 @@ fn run_with(
     address_space::require(model, config.engine_options()?.all_threads())?;
     let spec = TargetSpec::read(model)?;
     let contract = config.capture_spec(&spec)?;
-    let encoder = Encoder::load(model, config.data.encode_options(spec.vocab_size))?;
+    let encoder = Encoder::load(model, config.data.encode_options(&spec))?;
     let fingerprint = fingerprint(config, &encoder, &contract)?;
     let manifest = Manifest::open_for_write(config.dataset()?, &fingerprint, &contract)?;
     let plan = Plan::make(config, &encoder, &contract, Some(&manifest))?;

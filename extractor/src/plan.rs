@@ -137,7 +137,7 @@ impl Plan {
     pub fn standalone(config: &ExtractConfig, rate: Option<f64>) -> Result<Self, PlanError> {
         let spec = TargetSpec::read(config.model()?)?;
         let contract = config.capture_spec(&spec)?;
-        let encoder = Encoder::load(config.model()?, config.data.encode_options(spec.vocab_size))?;
+        let encoder = Encoder::load(config.model()?, config.data.encode_options(&spec))?;
         let manifest = match config.run.dataset.as_deref() {
             Some(dir) if dir.join("manifest.sqlite").is_file() => Some(Manifest::open_read(dir)?),
             _ => None,

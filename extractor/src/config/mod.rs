@@ -133,17 +133,25 @@ impl Default for DataConfig {
 }
 
 impl DataConfig {
-    /// The part of this section that encoding needs; `vocab_size` is the model's.
-    pub fn encode_options(&self, vocab_size: usize) -> EncodeOptions {
+    /// The part of this section that encoding needs, for the model of `spec`: no sample is longer
+    /// than it has positions for.
+    pub fn encode_options(&self, spec: &TargetSpec) -> EncodeOptions {
+        let positions = spec.max_position_embeddings;
+        if positions < self.max_tokens {
+            let asked = self.max_tokens;
+            tracing::warn!(
+                "max_tokens is {asked}, the model has {positions} positions: they count"
+            );
+        }
         EncodeOptions {
-            max_tokens: self.max_tokens,
+            max_tokens: self.max_tokens.min(positions),
             overlong: self.overlong,
             min_trainable_tokens: self.min_trainable_tokens,
             last_turn_only: self.last_turn_only,
             allow_all_trainable: self.allow_all_trainable,
             answer_specials: self.answer_specials.clone(),
             chat_template_kwargs: self.chat_template_kwargs.clone(),
-            vocab_size: Some(vocab_size),
+            vocab_size: Some(spec.vocab_size),
         }
     }
 }
