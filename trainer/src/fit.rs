@@ -2,6 +2,7 @@
 //! checkpoint -> report. Knows no file format and no arithmetic of the draft.
 
 mod error;
+mod identity;
 mod session;
 mod stall;
 mod step;
@@ -20,6 +21,7 @@ pub use self::step::TrainState;
 use crate::acceptance::Evaluation;
 use crate::checkpoint::RunDir;
 use crate::config::FitConfig;
+use crate::dataset::ManifestDataset;
 use crate::exchange::ExchangeOps;
 use crate::input::InputOps;
 use crate::ops::DraftOps;
@@ -93,8 +95,9 @@ where
     let run = RunDir::new(&config.checkpoint.run_dir);
     let first = world.is_first();
     let _lock = first.then(|| run.claim()).transpose()?;
-    check_start(config, &run, (start, world))?;
-    let session = Session::<B>::open(config, (device, dtype))?;
+    let dataset = ManifestDataset::open(&config.data.dataset)?;
+    check_start(config, (&run, &dataset), (start, world))?;
+    let session = Session::<B>::over(dataset, config, (device, dtype))?;
     let mut state = TrainState::start(&session, &run, (start, world))?;
     let mut loader = session.loader(state.loader, world)?;
     let open_log = || RunLog::open(&run.metrics(), state.step, session.total_steps);
@@ -163,20 +166,21 @@ where
     })
 }
 
-/// Refuses what can be refused before the data set is read and the other processes are there.
+/// Refuses what can be refused before any shard is read.
 fn check_start(
     config: &FitConfig,
-    run: &RunDir,
+    (run, dataset): (&RunDir, &ManifestDataset),
     (start, world): (Start, &World),
 ) -> Result<(), FitError> {
     let (accumulate, size) = (config.train.accumulate, world.size());
     if !accumulate.is_multiple_of(size) {
         return Err(FitError::Accumulate { accumulate, size });
     }
-    if start == Start::Fresh && !run.steps()?.is_empty() {
-        return Err(FitError::RunExists { path: run.root().to_owned() });
+    match start {
+        Start::Fresh if run.steps()?.is_empty() => Ok(()),
+        Start::Fresh => Err(FitError::RunExists { path: run.root().to_owned() }),
+        Start::Resume => identity::require_same_run(config, run, dataset),
     }
-    Ok(())
 }
 
 /// Evaluates on the first process and tells the others; true for the best so far.

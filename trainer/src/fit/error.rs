@@ -8,7 +8,7 @@ use crate::acceptance::EvaluateError;
 use crate::batch::BatchError;
 use crate::checkpoint::CheckpointError;
 use crate::config::ConfigError;
-use crate::dataset::DatasetError;
+use crate::dataset::{DatasetError, SampleSet};
 use crate::draft::{DraftConfigError, ParamShapeError, VocabularyError};
 use crate::exchange::ExchangeError;
 use crate::optimizer::GradientError;
@@ -118,10 +118,21 @@ pub enum FitError {
         /// Digest of the data set.
         current: String,
     },
+    /// A run continued on more or fewer samples.
+    #[error(
+        "the data set holds {current}, the run was started on {stored}: order and steps would be \
+            others; resume with the same data set, or start a new run_dir"
+    )]
+    OtherSamples {
+        /// Samples noted in the checkpoint.
+        stored: SampleSet,
+        /// Samples of the data set.
+        current: SampleSet,
+    },
     /// A run continued with another draft vocabulary.
     #[error(
         "the draft vocabulary's digest is {current}, the run was started with {stored}: samples \
-            were added or the split changed; start a new run_dir"
+            were added, or the target's config.json changed; start a new run_dir"
     )]
     OtherVocab {
         /// Digest in the checkpoint.
@@ -156,6 +167,7 @@ impl FitError {
             Self::Accumulate { .. }
             | Self::RunExists { .. }
             | Self::OtherDataset { .. }
+            | Self::OtherSamples { .. }
             | Self::OtherVocab { .. } => 78,
             Self::Shape(_)
             | Self::Mapping(_)

@@ -69,8 +69,16 @@ where
         config: &FitConfig,
         (device, dtype): (&B::Device, FloatDType),
     ) -> Result<Self, FitError> {
-        let dataset = ManifestDataset::open(&config.data.dataset)?.with_verify(config.data.verify);
-        let dataset = Arc::new(dataset);
+        Self::over(ManifestDataset::open(&config.data.dataset)?, config, (device, dtype))
+    }
+
+    /// [`Session::open`] of a data set that is open already.
+    pub(super) fn over(
+        dataset: ManifestDataset,
+        config: &FitConfig,
+        (device, dtype): (&B::Device, FloatDType),
+    ) -> Result<Self, FitError> {
+        let dataset = Arc::new(dataset.with_verify(config.data.verify));
         let head = TargetHead::load(&dataset.dir().target())?;
         check_layers(&dataset, &head.config)?;
         let split = split(&dataset, config)?;

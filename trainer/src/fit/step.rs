@@ -12,7 +12,7 @@ use super::{FitError, InputTimes, Session, Start};
 use crate::batch::TrainBatch;
 use crate::checkpoint::{Best, Checkpoint, CheckpointState, FIRST, Parts, RunDir, SECOND, TRAINED};
 use crate::collate::HostBatch;
-use crate::config::{ConfigError, FitConfig, LmHeadInit, MaskMode, NoiseKind};
+use crate::config::{FitConfig, LmHeadInit, MaskMode, NoiseKind};
 use crate::draft::Eagle3Draft;
 use crate::exchange::{ExchangeOps, Shards};
 use crate::input::{InputOps, RoomOf};
@@ -140,16 +140,7 @@ where
         shards: Shards<B::InnerBackend>,
     ) -> Result<Self, FitError> {
         let checkpoint = Checkpoint::load(&run.latest()?, Parts::Everything)?;
-        let changes = session.config.changes_from(&checkpoint.config);
-        if !changes.is_empty() {
-            return Err(ConfigError::Changed(changes).into());
-        }
         let state = &checkpoint.state;
-        let current = session.dataset.fingerprint().to_string();
-        if state.dataset_fingerprint != current {
-            let stored = state.dataset_fingerprint.clone();
-            return Err(FitError::OtherDataset { stored, current });
-        }
         if state.vocab_digest != session.vocab.digest() {
             let (stored, current) = (state.vocab_digest.clone(), session.vocab.digest().to_owned());
             return Err(FitError::OtherVocab { stored, current });
@@ -343,6 +334,7 @@ where
                 vocab_digest: session.vocab.digest().to_owned(),
                 vocab_coverage: session.vocab.coverage(),
                 dataset_fingerprint: session.dataset.fingerprint().to_string(),
+                samples: Some(session.dataset.sample_set()),
             },
             config: session.config.clone(),
             weights,
