@@ -12,6 +12,7 @@ use trainer::decode::{DraftDecoder, NewRows};
 use trainer::fit::{Session, Start, TrainState, frozen_target, mapping, ttt_options};
 use trainer::live::LiveCounts;
 use trainer::target::TargetHead;
+use trainer::watch::Watch;
 use trainer::world::World;
 
 type Backend = Autodiff<Flex>;
@@ -69,7 +70,12 @@ fn rounds_are_those_of_a_decoder_with_a_cache() {
     let dataset = &session.dataset;
     let indices: Vec<usize> = (0..dataset.samples().len()).collect();
     let options = ttt_options(&config);
-    let what = EvaluationPlan { indices: &indices, max_tokens: 96, options: &options };
+    let what = EvaluationPlan {
+        indices: &indices,
+        max_tokens: 96,
+        options: &options,
+        watch: &Watch::default(),
+    };
     let head = TargetHead::load(&dataset.dir().target()).unwrap();
     let shape = [head.vocab_size, head.hidden_size];
     let table = head.embed_tokens.clone();

@@ -22,6 +22,7 @@ use crate::target::{TargetConfig, TargetHead};
 use crate::tensors::{HostTensor, TensorFile};
 use crate::ttt::TttOptions;
 use crate::vocab::{TokenCounts, VocabMap};
+use crate::watch::Watch;
 use crate::world::World;
 
 /// Rows of the input kept for the check after export.
@@ -141,6 +142,7 @@ where
     pub fn evaluate(
         &self,
         draft: &Eagle3Draft<B::InnerBackend>,
+        watch: &Watch,
     ) -> Result<Option<Evaluation>, FitError> {
         if self.split.held_out.is_empty() {
             return Ok(None);
@@ -149,6 +151,7 @@ where
             indices: &self.split.held_out,
             max_tokens: self.config.data.max_tokens,
             options: &self.options,
+            watch,
         };
         Ok(Some(evaluate(draft, &self.frozen_inner, &self.dataset, &what)?))
     }

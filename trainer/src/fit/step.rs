@@ -24,6 +24,7 @@ use crate::run_log::{Record, put_depths};
 use crate::schedule::Schedule;
 use crate::tensors::{HostTensor, TensorFile};
 use crate::ttt::{TttError, TttOptions, step_rows, ttt_step};
+use crate::watch::{Phase, Watch};
 use crate::world::World;
 
 /// Held during a training step. burn 0.21 keeps one graph for the process: a thread that tidies it
@@ -50,6 +51,8 @@ pub struct TrainState<B: AutodiffBackend<InnerBackend: ExchangeOps>> {
     pub input: InputTimes,
     /// What the processes of the run keep of it.
     pub shards: Shards<B::InnerBackend>,
+    /// Told how steps, evaluations and checkpoints go on.
+    pub watch: Watch,
 }
 
 /// Numbers of one optimizer step.
@@ -131,6 +134,7 @@ where
             acceptance_length: None,
             input: InputTimes::default(),
             shards,
+            watch: Watch::default(),
         })
     }
 
@@ -162,6 +166,7 @@ where
             acceptance_length: state.acceptance_length,
             input: InputTimes::default(),
             shards,
+            watch: Watch::default(),
         })
     }
 
@@ -177,6 +182,7 @@ where
         while taken < count && self.loader.epoch == epoch {
             let clock = Instant::now();
             let Some(loaded) = loader.next_batch()? else { break };
+            self.watch.goes_on();
             if let Some(batch) = loaded.batch {
                 self.input.add(clock.elapsed().as_secs_f64(), loaded.seconds);
                 group.push(batch);
@@ -246,6 +252,7 @@ where
                 });
             }
             passed.metrics.add(&sums);
+            self.watch.goes_on();
         }
         Ok(passed)
     }
@@ -296,8 +303,10 @@ where
     pub fn checkpoint(&self, session: &Session<B>) -> Result<Option<Checkpoint>, FitError> {
         let (mut weights, mut optimizer) = (TensorFile::default(), TensorFile::default());
         let (first, averages) = (self.shards.world().is_first(), self.optimizer.averages());
+        self.watch.at(Phase::Checkpoint, self.step);
         let mut bad = None;
         self.optimizer.each(&self.draft, &self.shards, &mut |what, name, param| {
+            self.watch.goes_on();
             if !first {
                 return;
             }
