@@ -98,7 +98,7 @@ where
     let _lock = first.then(|| run.claim()).transpose()?;
     let dataset = ManifestDataset::open(&config.data.dataset)?;
     check_start(config, (&run, &dataset), (start, world))?;
-    let session = Session::<B>::over(dataset, config, (device, dtype))?;
+    let session = Session::<B>::over(dataset, config, world.size(), (device, dtype))?;
     // Each reads the data set in its own time; from here on they go together.
     world.from_first(0.0)?;
     watch.at(Phase::Start, 0);

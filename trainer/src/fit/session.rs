@@ -10,7 +10,7 @@ use super::FitError;
 use crate::acceptance::{Evaluation, EvaluationPlan, evaluate};
 use crate::batch::{FrozenTarget, TargetWeights};
 use crate::config::{ActivationPolicy, FitConfig, Loss, MaskMode};
-use crate::cost::MemoryPlan;
+use crate::cost::{Keeping, MemoryPlan};
 use crate::dataset::{DatasetError, ManifestDataset, Split};
 use crate::draft::{DraftConfig, DraftVocabulary, Eagle3Draft};
 use crate::input::{InputOps, RoomOf};
@@ -70,13 +70,15 @@ where
         config: &FitConfig,
         (device, dtype): (&B::Device, FloatDType),
     ) -> Result<Self, FitError> {
-        Self::over(ManifestDataset::open(&config.data.dataset)?, config, (device, dtype))
+        let dataset = ManifestDataset::open(&config.data.dataset)?;
+        Self::over(dataset, config, 1, (device, dtype))
     }
 
-    /// [`Session::open`] of a data set that is open already.
+    /// The same for one of `processes` processes, of a data set that is open already.
     pub(super) fn over(
         dataset: ManifestDataset,
         config: &FitConfig,
+        processes: usize,
         (device, dtype): (&B::Device, FloatDType),
     ) -> Result<Self, FitError> {
         let dataset = Arc::new(dataset.with_verify(config.data.verify));
@@ -102,10 +104,11 @@ where
         let lengths = split.train.iter().map(|&at| dataset.samples()[at].tokens);
         let largest = largest_batch(lengths, config.data.max_tokens);
         let target = head.config.clone();
-        let frozen_inner = frozen_target::<B::InnerBackend>(head, &vocab, (device, dtype))?;
+        let place = (device, dtype);
+        let frozen_inner = frozen_target::<B::InnerBackend>(head, &vocab, place)?;
         Ok(Self {
             options: TttOptions {
-                activations: activations::<B>((config, &draft), largest, (device, dtype)),
+                activations: activations::<B>((config, &draft), [largest, processes], place),
                 teacher_rows: B::TEACHER_ROWS,
                 ..ttt_options(config)
             },
@@ -186,15 +189,17 @@ fn largest_batch(lengths: impl Iterator<Item = usize> + Clone, max_tokens: usize
     max_tokens.min(lengths.clone().sum()).max(lengths.max().unwrap_or(0))
 }
 
-/// Prints what memory batches of up to `tokens` tokens need, and decides what the backward pass
-/// finds of the forward pass.
+/// Prints what memory batches of up to `tokens` tokens need in one of `processes`, and decides what
+/// the backward pass finds of the forward pass.
 fn activations<B: DraftOps>(
     (config, draft): (&FitConfig, &DraftConfig),
-    tokens: usize,
+    [tokens, processes]: [usize; 2],
     (device, dtype): (&B::Device, FloatDType),
 ) -> Activations {
     let rows = [tokens, config.train.ttt_steps];
-    let plan = MemoryPlan::new(draft, rows, DType::from(dtype).size() as u64);
+    let value_bytes = DType::from(dtype).size() as u64;
+    let keeping = Keeping { value_bytes, average: config.train.ema > 0.0, processes };
+    let plan = MemoryPlan::new(draft, rows, keeping);
     let memory = B::memory(device);
     let choice = match (config.train.activations, memory) {
         (ActivationPolicy::Keep, _) | (ActivationPolicy::Auto, None) => Activations::Keep,
