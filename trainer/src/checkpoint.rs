@@ -131,10 +131,9 @@ impl Checkpoint {
     }
 
     fn files(&self) -> Result<Vec<(&'static str, Vec<u8>)>, CheckpointError> {
-        self.vocab.check()?;
         let mut vocab = TensorFile::default();
         vocab.tensors.insert("d2t".into(), HostTensor::i64(&self.vocab.d2t()));
-        vocab.tensors.insert("t2d".into(), HostTensor::bool(&self.vocab.t2d()));
+        vocab.tensors.insert("t2d".into(), HostTensor::bool(self.vocab.t2d()));
         let state = serde_json::to_vec_pretty(&self.state)
             .map_err(|source| CheckpointError::State { path: STATE.into(), source })?;
         let mut files = vec![

@@ -15,7 +15,7 @@ use extractor::shutdown::Shutdown;
 use serde::Serialize;
 
 pub use self::error::FitError;
-pub use self::session::{Session, frozen_target, mapping, ttt_options};
+pub use self::session::{Session, frozen_target, ttt_options};
 pub use self::stall::InputTimes;
 pub use self::step::TrainState;
 use crate::acceptance::Evaluation;

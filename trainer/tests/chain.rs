@@ -9,7 +9,7 @@ use shared::CapturedSample;
 use trainer::Eagle3Draft;
 use trainer::acceptance::{EvaluationPlan, chain_acceptance};
 use trainer::decode::{DraftDecoder, NewRows};
-use trainer::fit::{Session, Start, TrainState, frozen_target, mapping, ttt_options};
+use trainer::fit::{Session, Start, TrainState, frozen_target, ttt_options};
 use trainer::live::LiveCounts;
 use trainer::target::TargetHead;
 use trainer::watch::Watch;
@@ -86,7 +86,7 @@ fn rounds_are_those_of_a_decoder_with_a_cache() {
     let lengths = [2, 5];
     let counts = chain_acceptance(&draft, &frozen, (dataset, &lengths), &what).unwrap();
     for (counts, length) in counts.into_iter().zip(lengths) {
-        let vocabulary = mapping(&session.vocab).unwrap();
+        let vocabulary = session.vocab.vocabulary().clone();
         let mut decoder = DraftDecoder::new(draft.clone(), embed_tokens.clone(), vocabulary, 64);
         let mut expected = LiveCounts::default();
         let reader = dataset.reader();

@@ -98,7 +98,7 @@ impl Setting {
         };
         let every = (args.vocab / args.draft_vocab).max(1) as u32;
         let ids: Vec<u32> = (0..args.draft_vocab as u32).map(|id| id * every).collect();
-        let vocabulary = DraftVocabulary::from_targets(&ids, args.vocab)?;
+        let vocabulary = DraftVocabulary::from_targets(ids, args.vocab)?;
         let aux = matrix([args.tokens, 3 * args.hidden], 1.0);
         let last_hidden = matrix([args.tokens, args.hidden], 1.0);
         Ok(Self {

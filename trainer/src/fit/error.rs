@@ -9,7 +9,7 @@ use crate::batch::BatchError;
 use crate::checkpoint::CheckpointError;
 use crate::config::ConfigError;
 use crate::dataset::{DatasetError, SampleSet};
-use crate::draft::{DraftConfigError, ParamShapeError, VocabularyError};
+use crate::draft::{DraftConfigError, ParamShapeError};
 use crate::exchange::ExchangeError;
 use crate::optimizer::GradientError;
 use crate::run_log::RunLogError;
@@ -42,9 +42,6 @@ pub enum FitError {
     /// A parameter of the wrong shape.
     #[error(transparent)]
     Shape(#[from] ParamShapeError),
-    /// The mapping given to the training step.
-    #[error(transparent)]
-    Mapping(#[from] VocabularyError),
     /// A batch.
     #[error(transparent)]
     Batch(#[from] BatchError),
@@ -169,10 +166,7 @@ impl FitError {
             | Self::OtherDataset { .. }
             | Self::OtherSamples { .. }
             | Self::OtherVocab { .. } => 78,
-            Self::Shape(_)
-            | Self::Mapping(_)
-            | Self::LossNotFinite { .. }
-            | Self::StateNotFinite { .. } => 65,
+            Self::Shape(_) | Self::LossNotFinite { .. } | Self::StateNotFinite { .. } => 65,
         }
     }
 }

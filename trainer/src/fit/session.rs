@@ -12,7 +12,7 @@ use crate::batch::{FrozenTarget, TargetWeights};
 use crate::config::{ActivationPolicy, FitConfig, Loss, MaskMode};
 use crate::cost::{Keeping, MemoryPlan};
 use crate::dataset::{DatasetError, ManifestDataset, Split};
-use crate::draft::{DraftConfig, DraftVocabulary, Eagle3Draft};
+use crate::draft::{DraftConfig, Eagle3Draft};
 use crate::input::{InputOps, RoomOf};
 use crate::loader::{Loader, LoaderPlan, LoaderState, Reading};
 use crate::losses::LossKind;
@@ -333,12 +333,7 @@ pub fn frozen_target<B: Backend>(
         norm_eps: head.rms_norm_eps,
         lm_head: matrix(head.lm_head),
     };
-    Ok(FrozenTarget::new(weights, mapping(vocab)?)?)
-}
-
-/// The mapping in the form the training step takes.
-pub fn mapping(vocab: &VocabMap) -> Result<DraftVocabulary, FitError> {
-    Ok(DraftVocabulary::from_targets(vocab.draft_to_target(), vocab.target_vocab_size())?)
+    Ok(FrozenTarget::new(weights, vocab.vocabulary().clone())?)
 }
 
 /// The same tensors on the differentiating backend; storage is shared.
