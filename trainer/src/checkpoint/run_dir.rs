@@ -212,8 +212,8 @@ impl RunDir {
 }
 
 #[cfg(test)]
+#[allow(clippy::disallowed_methods)]
 mod tests {
-    use std::cell::Cell;
     use std::ffi::OsString;
     use std::io;
     use std::sync::Mutex;
@@ -226,23 +226,18 @@ mod tests {
     /// fails, as if the process had been killed in it, and so do all later ones.
     #[derive(Debug)]
     struct Stops {
-        left: Mutex<Cell<u32>>,
+        left: Mutex<u32>,
     }
 
     impl Stops {
         fn after(operations: u32) -> Self {
-            Self { left: Mutex::new(Cell::new(operations)) }
+            Self { left: Mutex::new(operations) }
         }
 
         fn go_on(&self) -> io::Result<()> {
-            let left = self.left.lock().unwrap();
-            match left.get() {
-                0 => Err(io::Error::other("stopped")),
-                n => {
-                    left.set(n - 1);
-                    Ok(())
-                }
-            }
+            let mut left = self.left.lock().unwrap();
+            *left = left.checked_sub(1).ok_or_else(|| io::Error::other("stopped"))?;
+            Ok(())
         }
     }
 
