@@ -1,5 +1,5 @@
-//! Ends a run that stands still: counts how long its step, evaluation or checkpoint has not gone on.
-//! Knows no devices and no processes.
+//! Ends a run that stands still: counts how long its step, evaluation or checkpoint has not gone
+//! on. Knows no devices and no processes.
 
 use std::fmt;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};

@@ -125,8 +125,8 @@ mod tests {
         assert!(words.contains("panicked at") && words.contains("a read"), "{words}");
     }
 
-    /// Not a test of its own: one of burn's reads is the first to meet a device that a kernel broke,
-    /// or there is a bug on a device that works.
+    /// Not a test of its own: one of burn's reads is the first to meet a device that a kernel
+    /// broke, or there is a bug on a device that works.
     #[test]
     #[ignore = "needs a GPU, and another test to start it"]
     fn child_on_a_gpu() {
