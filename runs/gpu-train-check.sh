@@ -4,6 +4,7 @@
 #   runs/gpu-train-check.sh FOLDER [checks|benches]
 #
 # FOLDER holds the binary `trainer`: cargo build --release -p trainer && strip target/release/trainer
+# and, if it is there, `trainer_tests`.
 # With a data set in $AERIE_DATASET, 50 steps are trained too. Logs go to $AERIE_LOGS, or to a new
 # folder under /tmp. Exit code: 0 if everything passed.
 set -uo pipefail
@@ -34,6 +35,9 @@ if [ "$part" != benches ]; then
     worst "operations bf16"
     step "cosines bf16" 180 nothing "$bin/trainer" check --cosines --device cuda --compute bf16
     worst "cosines bf16"
+    # Tests of the trainer that ask for a GPU: cargo test --release -p trainer --lib --no-run
+    [ -x "$bin/trainer_tests" ] && step "a GPU that breaks" 120 '^test result' \
+        "$bin/trainer_tests" --ignored --test-threads 1
     if [ -n "${AERIE_DATASET:-}" ]; then
         fit=(--dataset "$AERIE_DATASET" --max-steps 50 --warmup-steps 5 --lr 1e-3)
         step "fit cpu" 300 'acceptance length' "$bin/trainer" fit "${fit[@]}" --run-dir "$logs/run-cpu"

@@ -116,6 +116,10 @@ fn training_killed_at_random_moments_ends_with_the_same_bits() {
         }
         let (code, log) = Watched::start(fit(&run)).unwrap().finish();
         assert_eq!(code, 0, "seed {seed}: {log}");
+        let checkpoints = fs::read_dir(dir.join(&run).join("checkpoints")).unwrap();
+        let mut names = checkpoints.map(|entry| entry.unwrap().path());
+        let half = names.find(|path| !path.join("BLAKE3SUMS").is_file());
+        assert_eq!(half, None, "seed {seed}: left behind");
         let found = newest(&dir.join(&run));
         for (name, bytes) in &expected {
             assert!(found[name] == *bytes, "seed {seed}: {name} differs");

@@ -12,6 +12,7 @@ use crate::draft::Eagle3Draft;
 use crate::metrics::TttMetrics;
 use crate::ops::DraftOps;
 use crate::ttt::{TttError, TttOptions, ttt_step};
+use crate::watch::Watch;
 
 pub use self::chain::chain_acceptance;
 
@@ -97,6 +98,8 @@ pub struct EvaluationPlan<'a> {
     pub max_tokens: usize,
     /// Steps and masks.
     pub options: &'a TttOptions,
+    /// Told after every batch.
+    pub watch: &'a Watch,
 }
 
 /// Runs a draft over samples of a data set. Changes nothing: the result depends on the weights and
@@ -154,6 +157,7 @@ fn run_samples<B: DraftOps>(
             .and_then(|host| host.to_device::<B>(&device, draft.dtype()))
             .map_err(DatasetError::from)?;
         sums.add(&ttt_step(draft, frozen, &batch, what.options)?.metrics());
+        what.watch.goes_on();
     }
     Ok(sums)
 }

@@ -14,6 +14,7 @@ use thiserror::Error;
 
 pub use self::run_dir::{RunDir, RunLock};
 use crate::config::{ConfigError, FitConfig};
+use crate::dataset::SampleSet;
 use crate::draft::{DraftConfig, Eagle3Draft, Param, ParamShapeError};
 use crate::loader::LoaderState;
 use crate::optimizer::Named;
@@ -76,6 +77,9 @@ pub struct CheckpointState {
     pub vocab_coverage: f64,
     /// Digest of the data set's fingerprint.
     pub dataset_fingerprint: String,
+    /// The data set's samples; absent in checkpoints of before they were noted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub samples: Option<SampleSet>,
 }
 
 /// A checkpoint in memory.
@@ -127,10 +131,9 @@ impl Checkpoint {
     }
 
     fn files(&self) -> Result<Vec<(&'static str, Vec<u8>)>, CheckpointError> {
-        self.vocab.check()?;
         let mut vocab = TensorFile::default();
         vocab.tensors.insert("d2t".into(), HostTensor::i64(&self.vocab.d2t()));
-        vocab.tensors.insert("t2d".into(), HostTensor::bool(&self.vocab.t2d()));
+        vocab.tensors.insert("t2d".into(), HostTensor::bool(self.vocab.t2d()));
         let state = serde_json::to_vec_pretty(&self.state)
             .map_err(|source| CheckpointError::State { path: STATE.into(), source })?;
         let mut files = vec![
@@ -151,9 +154,7 @@ impl Checkpoint {
         let sums = read_sums(dir)?;
         let read = |name: &str| read_checked(dir, name, &sums);
         let path = |name: &str| dir.join(name);
-        let state = Self::load_state(dir)?;
-        let config_bytes = read(CONFIG)?;
-        let config = FitConfig::from_toml(&String::from_utf8_lossy(&config_bytes), &path(CONFIG))?;
+        let (state, config) = Self::load_identity(dir)?;
         let tensors = |name: &str| -> Result<TensorFile, CheckpointError> {
             Ok(TensorFile::decode(&read(name)?, &path(name))?)
         };
@@ -186,6 +187,14 @@ impl Checkpoint {
             FORMAT => Ok(state),
             found => Err(CheckpointError::Format { path, found }),
         }
+    }
+
+    /// Reads and checks what tells one run from another: the small part and the settings.
+    pub fn load_identity(dir: &Path) -> Result<(CheckpointState, FitConfig), CheckpointError> {
+        let state = Self::load_state(dir)?;
+        let bytes = read_checked(dir, CONFIG, &read_sums(dir)?)?;
+        let config = FitConfig::from_toml(&String::from_utf8_lossy(&bytes), &dir.join(CONFIG))?;
+        Ok((state, config))
     }
 
     /// The target's config.json.

@@ -262,6 +262,9 @@ pub struct TrainSection {
     pub compute: Compute,
     /// What the backward pass finds of the forward pass.
     pub activations: ActivationPolicy,
+    /// Seconds after which a step, an evaluation or a checkpoint that has not gone on ends the
+    /// process; 0 waits for ever.
+    pub step_deadline: u64,
 }
 
 impl Default for TrainSection {
@@ -292,6 +295,7 @@ impl Default for TrainSection {
             ema: 0.0,
             compute: Compute::Auto,
             activations: ActivationPolicy::Auto,
+            step_deadline: 600,
         }
     }
 }

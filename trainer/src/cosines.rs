@@ -110,7 +110,7 @@ pub fn compare<B: AutodiffBackend + DraftOps>(
     };
     let every = vocab / config.draft_vocab_size;
     let ids: Vec<u32> = (0..config.draft_vocab_size).map(|id| (id * every) as u32).collect();
-    let target = FrozenTarget::new(weights, DraftVocabulary::from_targets(&ids, vocab)?)?;
+    let target = FrozenTarget::new(weights, DraftVocabulary::from_targets(ids, vocab)?)?;
     let ids = (0..rows).map(|row| (row * 7919 % vocab) as u32).collect();
     let mask: Vec<u8> = (0..rows).map(|row| u8::from(row % 64 >= 20)).collect();
     let tokens = BatchTokens::new(ids, &mask, vec![0, DOCUMENTS[0], rows])?;

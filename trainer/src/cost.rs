@@ -3,6 +3,7 @@
 
 use crate::batch::BatchTokens;
 use crate::draft::{AttentionConfig, DraftConfig};
+use crate::exchange::own_rows;
 use crate::masks::{Documents, RowPlan};
 use crate::ops::Activations;
 use crate::plan::{distinct, given_tokens};
@@ -99,12 +100,23 @@ fn states(tokens: &BatchTokens, rows: &RowPlan) -> usize {
     distinct(rows.need.iter().enumerate().flat_map(of_step)).len()
 }
 
-/// Bytes on the device that a run needs at its peak, by what they are for.
+/// What a run keeps of each parameter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Keeping {
+    /// Bytes of a value that is computed with: 4 or 2.
+    pub value_bytes: u64,
+    /// Whether a moving average is kept too.
+    pub average: bool,
+    /// Processes that share the state of the optimizer.
+    pub processes: usize,
+}
+
+/// Bytes on the device of one process that a run needs at its peak, by what they are for.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MemoryPlan {
     /// Parameters as computed with, and their gradients.
     pub parameters: u64,
-    /// f32 parameters and moments of the optimizer.
+    /// f32 parameters and moments of the optimizer, and the average: of this process's rows.
     pub optimizer: u64,
     /// Embedding and head of the target.
     pub target: u64,
@@ -121,12 +133,21 @@ pub struct MemoryPlan {
 const LOSS_BYTES: u64 = 4 * (1 << 25) + 6 * (1 << 26);
 
 impl MemoryPlan {
-    /// For batches of up to `tokens` tokens, all of them trained, and `steps` steps; `size` is the
-    /// bytes of a value that is computed with.
-    pub fn new(config: &DraftConfig, [tokens, steps]: [usize; 2], size: u64) -> Self {
+    /// For batches of up to `tokens` tokens, all of them trained, and `steps` steps.
+    pub fn new(config: &DraftConfig, [tokens, steps]: [usize; 2], keeping: Keeping) -> Self {
+        let size = keeping.value_bytes;
         let shapes = config.parameter_shapes();
-        let parameters: usize =
-            shapes.iter().map(|(_, shape)| shape.iter().product::<usize>()).sum();
+        let values = |shape: &[usize]| shape.iter().product::<usize>() as u64;
+        let parameters: u64 = shapes.iter().map(|(_, shape)| values(shape)).sum();
+        let own: u64 = shapes
+            .iter()
+            .map(|(_, shape)| match own_rows(shape, keeping.processes) {
+                Some(_) => values(shape) / keeping.processes as u64,
+                None => values(shape),
+            })
+            .sum();
+        // Two moments, f32 parameters beside rounded ones, an average.
+        let kept = 4 * (2 + u64::from(size < 4) + u64::from(keeping.average));
         let (width, inner) = (config.hidden_size, config.intermediate_size);
         let Sizes { first, mixed, .. } = Sizes::of(config);
         let heads = match config.attention {
@@ -142,10 +163,9 @@ impl MemoryPlan {
         let rows = (tokens * steps) as u64;
         let half = 2 * (first[0] + first[1]) + 2 * width;
         let batch = tokens * ((config.num_aux + 1) * width + half + 3 * inner + 4 * width);
-        let optimizer = parameters as u64 * if size == 4 { 8 } else { 12 };
         Self {
-            parameters: 2 * parameters as u64 * size,
-            optimizer,
+            parameters: 2 * parameters * size,
+            optimizer: own * kept,
             target: 2 * (config.vocab_size * width) as u64 * size,
             activations: rows * row as u64 * size,
             recomputed: rows * 2 * inner as u64 * size,
@@ -235,7 +255,8 @@ mod tests {
 
     #[test]
     fn activations_are_made_again_where_they_do_not_fit() {
-        let plan = MemoryPlan::new(&config(), [32_768, 7], 2);
+        let keeping = Keeping { value_bytes: 2, average: false, processes: 1 };
+        let plan = MemoryPlan::new(&config(), [32_768, 7], keeping);
         let [kept, again] =
             [Activations::Keep, Activations::Recompute].map(|choice| plan.total(choice));
         assert_eq!(kept - again, plan.recomputed);
@@ -245,5 +266,24 @@ mod tests {
         assert_eq!([plan.parameters, plan.optimizer], [2 * 2 * parameters, 12 * parameters]);
         assert_eq!(plan.choose(141_000_000_000), Activations::Keep, "{plan}");
         assert_eq!(plan.choose(80_000_000_000), Activations::Recompute, "{plan}");
+    }
+
+    #[test]
+    fn processes_share_the_optimizers_state_where_rows_divide() {
+        let plan = |processes, average| {
+            let keeping = Keeping { value_bytes: 2, average, processes };
+            MemoryPlan::new(&config(), [4096, 7], keeping)
+        };
+        let alone = plan(1, false);
+        let eight = plan(8, false);
+        // Every size of this draft is a multiple of eight; the rest is each process's own.
+        assert_eq!(MemoryPlan { optimizer: 8 * eight.optimizer, ..eight }, alone);
+        assert_eq!(alone.total(Activations::Keep) - eight.total(Activations::Keep), {
+            alone.optimizer / 8 * 7
+        });
+        // Three do not divide the 7168 of the hidden size nor the 32,000 of the vocabulary.
+        let shared = 7168 * 18432 * 2;
+        assert_eq!(alone.optimizer - plan(3, false).optimizer, 12 * shared / 3 * 2);
+        assert_eq!(plan(8, true).optimizer - eight.optimizer, eight.optimizer / 3);
     }
 }

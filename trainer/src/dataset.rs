@@ -67,6 +67,21 @@ pub struct Split {
     pub held_out: Vec<usize>,
 }
 
+/// Which samples a data set holds, in short.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SampleSet {
+    /// How many.
+    pub count: usize,
+    /// BLAKE3 over their ids in order, in hex.
+    pub digest: String,
+}
+
+impl std::fmt::Display for SampleSet {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} samples (digest {})", self.count, self.digest)
+    }
+}
+
 impl ManifestDataset {
     /// Opens `DIR/manifest.sqlite`; reads no shard yet.
     pub fn open(dir: &Path) -> Result<Self, DatasetError> {
@@ -118,6 +133,15 @@ impl ManifestDataset {
     /// All samples, ordered by id.
     pub fn samples(&self) -> &[SampleEntry] {
         &self.samples
+    }
+
+    /// All samples, in short: two data sets with the same ones split, count and order them alike.
+    pub fn sample_set(&self) -> SampleSet {
+        let mut hasher = blake3::Hasher::new();
+        self.samples.iter().for_each(|sample| {
+            hasher.update(&sample.id.0);
+        });
+        SampleSet { count: self.samples.len(), digest: hasher.finalize().to_hex().to_string() }
     }
 
     /// Splits by a hash of each sample's id: about `held_out` of the samples are kept out, the same

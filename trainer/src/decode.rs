@@ -265,7 +265,7 @@ mod tests {
             vector => vector,
         });
         let targets: Vec<u32> = (0..14).map(|id| id + id / 3).collect();
-        let vocabulary = DraftVocabulary::from_targets(&targets, V).unwrap();
+        let vocabulary = DraftVocabulary::from_targets(targets, V).unwrap();
         let (prompt, steps) = (9, 4);
         let aux = numbers(prompt * 3 * H, 0.5);
         let mut text: Vec<u32> = (0..=prompt as u32).map(|at| at * 7 % V as u32).collect();

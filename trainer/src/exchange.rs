@@ -94,6 +94,12 @@ impl ExchangeOps for Flex {
     }
 }
 
+/// Rows of a parameter's state that each of `processes` keeps; `None` where each keeps all.
+pub(crate) fn own_rows(shape: &[usize], processes: usize) -> Option<usize> {
+    let rows = shape.first().copied().unwrap_or(0);
+    (processes > 1 && rows.is_multiple_of(processes)).then(|| rows / processes)
+}
+
 /// Who keeps which part of each parameter's optimizer state: the rows are divided evenly, a
 /// parameter whose rows do not divide is kept whole by everybody.
 #[derive(Clone, Debug)]
@@ -121,9 +127,7 @@ impl<B: ExchangeOps> Shards<B> {
 
     /// Rows of this process's part of a parameter; `None` where it has all of them.
     fn rows(&self, shape: &[usize]) -> Option<usize> {
-        let rows = shape.first().copied().unwrap_or(0);
-        let size = self.world.size();
-        (size > 1 && rows.is_multiple_of(size)).then(|| rows / size)
+        own_rows(shape, self.world.size())
     }
 
     /// Whether sums over parts count this process's one.

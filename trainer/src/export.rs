@@ -98,7 +98,6 @@ pub fn export(
     if out.exists() {
         return Err(ExportError::Exists { path: out.to_owned() });
     }
-    checkpoint.vocab.check()?;
     check_layout(checkpoint, options.layout)?;
     check_switches(checkpoint, options)?;
     let layer_ids =
@@ -212,7 +211,7 @@ fn tensors(checkpoint: &Checkpoint, options: &ExportOptions) -> Result<TensorFil
     }
     if !checkpoint.vocab.is_full() {
         file.tensors.insert("d2t".into(), HostTensor::i64(&checkpoint.vocab.d2t()));
-        file.tensors.insert("t2d".into(), HostTensor::bool(&checkpoint.vocab.t2d()));
+        file.tensors.insert("t2d".into(), HostTensor::bool(checkpoint.vocab.t2d()));
     }
     if let Some(embeddings) = &options.embeddings {
         let shape = [draft.vocab_size, draft.hidden_size];

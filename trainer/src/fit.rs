@@ -2,6 +2,7 @@
 //! checkpoint -> report. Knows no file format and no arithmetic of the draft.
 
 mod error;
+mod identity;
 mod session;
 mod stall;
 mod step;
@@ -14,16 +15,18 @@ use extractor::shutdown::Shutdown;
 use serde::Serialize;
 
 pub use self::error::FitError;
-pub use self::session::{Session, frozen_target, mapping, ttt_options};
+pub use self::session::{Session, frozen_target, ttt_options};
 pub use self::stall::InputTimes;
 pub use self::step::TrainState;
 use crate::acceptance::Evaluation;
 use crate::checkpoint::RunDir;
 use crate::config::FitConfig;
+use crate::dataset::ManifestDataset;
 use crate::exchange::ExchangeOps;
 use crate::input::InputOps;
 use crate::ops::DraftOps;
 use crate::run_log::RunLog;
+use crate::watch::{Phase, Watch};
 use crate::world::World;
 
 /// Whether a run starts or continues.
@@ -74,16 +77,16 @@ where
     B: AutodiffBackend + DraftOps + InputOps,
     B::InnerBackend: DraftOps + ExchangeOps,
 {
-    run_until::<B>(config, start, place, &Shutdown::default())
+    run_until::<B>(config, start, place, (&Shutdown::default(), &Watch::default()))
 }
 
 /// [`run`] that ends after the step in work, with a checkpoint, when `stop` is requested in any
-/// process.
+/// process, and tells `watch` how it goes on.
 pub fn run_until<B>(
     config: &FitConfig,
     (start, world): (Start, &World),
     (device, dtype): (&B::Device, FloatDType),
-    stop: &Shutdown,
+    (stop, watch): (&Shutdown, &Watch),
 ) -> Result<FitReport, FitError>
 where
     B: AutodiffBackend + DraftOps + InputOps,
@@ -93,9 +96,14 @@ where
     let run = RunDir::new(&config.checkpoint.run_dir);
     let first = world.is_first();
     let _lock = first.then(|| run.claim()).transpose()?;
-    check_start(config, &run, (start, world))?;
-    let session = Session::<B>::open(config, (device, dtype))?;
+    let dataset = ManifestDataset::open(&config.data.dataset)?;
+    check_start(config, (&run, &dataset), (start, world))?;
+    let session = Session::<B>::over(dataset, config, world.size(), (device, dtype))?;
+    // Each reads the data set in its own time; from here on they go together.
+    world.from_first(0.0)?;
+    watch.at(Phase::Start, 0);
     let mut state = TrainState::start(&session, &run, (start, world))?;
+    state.watch = watch.clone();
     let mut loader = session.loader(state.loader, world)?;
     let open_log = || RunLog::open(&run.metrics(), state.step, session.total_steps);
     let mut log = first.then(open_log).transpose()?;
@@ -105,11 +113,14 @@ where
 
     let mut stopped = false;
     while state.step < session.total_steps {
-        // All end after the same step, whenever the signal comes to each.
+        // All end after the same step, whenever the signal comes to each. The first may still be
+        // writing a checkpoint: its own watch ends that.
+        watch.rest();
         stopped = world.any(stop.requested())?;
         if stopped {
             break;
         }
+        watch.at(Phase::Step, state.step + 1);
         let Some(group) = state.next_group(&mut loader, config.train.accumulate)? else { break };
         let outcome = state.train(&session, group)?;
         tokens += outcome.tokens;
@@ -118,20 +129,8 @@ where
         if let Some(log) = &mut log {
             log.record(state.step, outcome.record(tokens as f64 / seconds, stall))?;
         }
-        let last = state.step == session.total_steps;
-        let keep = &config.checkpoint;
-        let mut improved = false;
-        if last || state.step.is_multiple_of(keep.eval_every) {
-            improved = evaluate(&session, &mut state, &mut log)?;
-        }
-        if last || improved || state.step.is_multiple_of(keep.checkpoint_every) {
-            tracing::trace!(target: "aerie::steps", step = state.step, "checkpoint");
-            save(&session, &state, &run)?;
+        if measure_and_save(&session, &mut state, (&run, &mut log))? {
             saved = Some(state.step);
-            tracing::trace!(target: "aerie::steps", step = state.step, "prune");
-            if first {
-                run.prune(keep.keep_last, state.best)?;
-            }
         }
         if let Some(log) = &mut log {
             log.progress(state.step, &outcome.summary(state.best, stall));
@@ -146,6 +145,7 @@ where
     if saved != Some(state.step) && (state.step != first_step || start == Start::Fresh) {
         save(&session, &state, &run)?;
     }
+    watch.rest();
     // The others have to find what the first one reports.
     world.from_first(0.0)?;
     Ok(FitReport {
@@ -163,20 +163,48 @@ where
     })
 }
 
-/// Refuses what can be refused before the data set is read and the other processes are there.
+/// Refuses what can be refused before any shard is read.
 fn check_start(
     config: &FitConfig,
-    run: &RunDir,
+    (run, dataset): (&RunDir, &ManifestDataset),
     (start, world): (Start, &World),
 ) -> Result<(), FitError> {
     let (accumulate, size) = (config.train.accumulate, world.size());
     if !accumulate.is_multiple_of(size) {
         return Err(FitError::Accumulate { accumulate, size });
     }
-    if start == Start::Fresh && !run.steps()?.is_empty() {
-        return Err(FitError::RunExists { path: run.root().to_owned() });
+    match start {
+        Start::Fresh if run.steps()?.is_empty() => Ok(()),
+        Start::Fresh => Err(FitError::RunExists { path: run.root().to_owned() }),
+        Start::Resume => identity::require_same_run(config, run, dataset),
     }
-    Ok(())
+}
+
+/// Does what is due after a step: an evaluation, a checkpoint, the removal of old ones. True when
+/// there is a checkpoint of this step now.
+fn measure_and_save<B>(
+    session: &Session<B>,
+    state: &mut TrainState<B>,
+    (run, log): (&RunDir, &mut Option<RunLog>),
+) -> Result<bool, FitError>
+where
+    B: AutodiffBackend + DraftOps + InputOps,
+    B::InnerBackend: DraftOps + ExchangeOps,
+{
+    let keep = &session.config.checkpoint;
+    let step = state.step;
+    let due = |every: u64| step == session.total_steps || step.is_multiple_of(every);
+    let improved = due(keep.eval_every) && evaluate(session, state, log)?;
+    if !improved && !due(keep.checkpoint_every) {
+        return Ok(false);
+    }
+    tracing::trace!(target: "aerie::steps", step, "checkpoint");
+    save(session, state, run)?;
+    tracing::trace!(target: "aerie::steps", step, "prune");
+    if state.shards.world().is_first() {
+        run.prune(keep.keep_last, state.best)?;
+    }
+    Ok(true)
 }
 
 /// Evaluates on the first process and tells the others; true for the best so far.
@@ -192,14 +220,16 @@ where
     if session.split.held_out.is_empty() {
         return Ok(false);
     }
+    state.watch.at(Phase::Evaluation, state.step);
     let draft = state.evaluated()?;
     let mut length = 0.0;
     if let Some(log) = log
-        && let Some(evaluation) = session.evaluate(&draft)?
+        && let Some(evaluation) = session.evaluate(&draft, &state.watch)?
     {
         length = evaluation.all.acceptance_length;
         log.record(state.step, evaluation_record(&evaluation))?;
     }
+    state.watch.rest();
     let length = state.shards.world().from_first(length)?;
     Ok(state.judge(length))
 }

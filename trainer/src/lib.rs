@@ -34,6 +34,7 @@ pub mod trained;
 pub mod ttt;
 mod unroll;
 pub mod vocab;
+pub mod watch;
 pub mod world;
 
 pub use batch::{BatchTokens, FrozenTarget, TargetWeights, TrainBatch};

@@ -1,7 +1,9 @@
-//! The draft vocabulary: which target ids the draft head can predict, as a checked contract.
-//! Knows nothing of text, of the draft's weights or of where the counts come from.
+//! Which target ids a run's draft predicts: chosen by counts, and bound to what was counted. Knows
+//! nothing of text, of the draft's weights or of where the counts come from.
 
 use thiserror::Error;
+
+use crate::draft::{DraftVocabulary, VocabularyError};
 
 /// How often each target id occurs among the trained tokens (loss mask 1).
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -38,14 +40,13 @@ impl TokenCounts {
     }
 }
 
-/// A checked mapping between draft ids and target ids.
+/// A mapping between draft ids and target ids, and where it comes from.
 ///
 /// Draft id `j` means target id `draft_to_target()[j]`; the file form is the offset `d2t[j]` with
 /// `target = j + d2t[j]`, which must never be used as an index by itself.
 #[derive(Clone, Debug, PartialEq)]
 pub struct VocabMap {
-    used: Vec<u32>,
-    target_vocab_size: usize,
+    vocabulary: DraftVocabulary,
     coverage: f64,
     digest: String,
 }
@@ -93,16 +94,15 @@ impl VocabMap {
         let coverage =
             if counts.total() == 0 { 1.0 } else { inside as f64 / counts.total() as f64 };
         let digest = bind(&used, target, &counts.digest(), fingerprint);
-        let map = Self { used, target_vocab_size: target, coverage, digest };
-        map.check()?;
-        Ok(map)
+        Ok(Self { vocabulary: DraftVocabulary::from_targets(used, target)?, coverage, digest })
     }
 
     /// The identity: every target id is a draft id.
     pub fn full(target_vocab_size: usize, fingerprint: &str) -> Self {
         let used: Vec<u32> = (0..target_vocab_size as u32).collect();
         let digest = bind(&used, target_vocab_size, "full", fingerprint);
-        Self { used, target_vocab_size, coverage: 1.0, digest }
+        let vocabulary = DraftVocabulary::first(target_vocab_size, target_vocab_size);
+        Self { vocabulary, coverage: 1.0, digest }
     }
 
     /// Rebuilds a mapping from its file form and checks every invariant. `digest` and `coverage`
@@ -113,80 +113,42 @@ impl VocabMap {
         digest: String,
         coverage: f64,
     ) -> Result<Self, VocabError> {
-        let mut used = Vec::with_capacity(d2t.len());
-        for (draft, &offset) in d2t.iter().enumerate() {
-            let id = (draft as i64).saturating_add(offset);
-            if offset < 0 || id >= t2d.len() as i64 {
-                return Err(VocabError::Offset { draft, offset, size: t2d.len() });
-            }
-            used.push(id as u32);
-        }
-        let map = Self { used, target_vocab_size: t2d.len(), coverage, digest };
-        map.check()?;
-        if let Some(id) = (0..t2d.len()).find(|&id| t2d[id] != map.contains(id as u32)) {
-            return Err(VocabError::Disagree { id, t2d: t2d[id] });
-        }
-        Ok(map)
+        Ok(Self { vocabulary: DraftVocabulary::from_mapping(d2t, t2d)?, coverage, digest })
     }
 
-    /// Asserts the invariants: not empty, strictly increasing, below the target vocabulary.
-    pub fn check(&self) -> Result<(), VocabError> {
-        if self.used.is_empty() || self.used.len() > self.target_vocab_size {
-            let (draft, target) = (self.used.len(), self.target_vocab_size);
-            return Err(VocabError::Size { draft, target });
-        }
-        if let Some(at) = self.used.windows(2).position(|pair| pair[0] >= pair[1]) {
-            return Err(VocabError::NotIncreasing {
-                draft: at + 1,
-                before: self.used[at],
-                id: self.used[at + 1],
-            });
-        }
-        match self.used.last() {
-            Some(&id) if id as usize >= self.target_vocab_size => {
-                Err(VocabError::IdOutside { id, size: self.target_vocab_size })
-            }
-            _ => Ok(()),
-        }
+    /// The mapping itself.
+    pub fn vocabulary(&self) -> &DraftVocabulary {
+        &self.vocabulary
     }
 
     /// Target id of each draft id, [draft vocabulary], strictly increasing.
     pub fn draft_to_target(&self) -> &[u32] {
-        &self.used
+        self.vocabulary.draft_to_target()
     }
 
     /// Offsets of the file form, [draft vocabulary].
     pub fn d2t(&self) -> Vec<i64> {
-        self.used.iter().enumerate().map(|(draft, &id)| i64::from(id) - draft as i64).collect()
+        self.vocabulary.offsets()
     }
 
     /// Membership of the file form, [target vocabulary].
-    pub fn t2d(&self) -> Vec<bool> {
-        let mut known = vec![false; self.target_vocab_size];
-        for &id in &self.used {
-            known[id as usize] = true;
-        }
-        known
-    }
-
-    /// Whether the draft can predict a target id.
-    pub fn contains(&self, id: u32) -> bool {
-        self.used.binary_search(&id).is_ok()
+    pub fn t2d(&self) -> &[bool] {
+        self.vocabulary.in_draft()
     }
 
     /// Number of draft ids.
     pub fn draft_vocab_size(&self) -> usize {
-        self.used.len()
+        self.draft_to_target().len()
     }
 
     /// Number of target ids, as in the target's head.
     pub fn target_vocab_size(&self) -> usize {
-        self.target_vocab_size
+        self.t2d().len()
     }
 
     /// Whether the two vocabularies are the same, so that no mapping need be stored.
     pub fn is_full(&self) -> bool {
-        self.used.len() == self.target_vocab_size
+        self.draft_vocab_size() == self.target_vocab_size()
     }
 
     /// Share of the counted tokens that the draft can predict, 0 to 1.
@@ -256,40 +218,9 @@ pub enum VocabError {
         /// Draft vocabulary size.
         draft: usize,
     },
-    /// `draft + d2t[draft]` is no target id.
-    #[error(
-        "d2t[{draft}] is {offset}: it is an offset, so {draft} + {offset} must be a target id \
-            below {size}"
-    )]
-    Offset {
-        /// Draft id.
-        draft: usize,
-        /// The stored offset.
-        offset: i64,
-        /// Size of the target's vocabulary.
-        size: usize,
-    },
-    /// Two draft ids out of order or equal.
-    #[error(
-        "draft id {draft} means target id {id}, the one before it {before}: they must increase \
-            (was d2t stored as ids in place of offsets?)"
-    )]
-    NotIncreasing {
-        /// The later draft id.
-        draft: usize,
-        /// Target id of the draft id before it.
-        before: u32,
-        /// Its target id.
-        id: u32,
-    },
-    /// The two tensors contradict each other.
-    #[error("t2d[{id}] is {t2d}, but d2t says the opposite: the two were not written together")]
-    Disagree {
-        /// The target id.
-        id: usize,
-        /// What t2d holds for it.
-        t2d: bool,
-    },
+    /// Tensors that are no mapping.
+    #[error(transparent)]
+    Mapping(#[from] VocabularyError),
 }
 
 impl VocabError {
@@ -297,7 +228,8 @@ impl VocabError {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Size { .. } | Self::ForcedOutside { .. } | Self::TooManyForced { .. } => 78,
-            _ => 65,
+            Self::IdOutside { .. } => 65,
+            Self::Mapping(error) => error.exit_code(),
         }
     }
 }
@@ -352,15 +284,6 @@ mod tests {
         assert_eq!(first.digest(), build(&[3, 2, 1], "a").digest());
     }
 
-    #[test]
-    fn ids_stored_as_offsets_are_recognised() {
-        let t2d = [false, true, true, false, true, false, false, false];
-        let wrong = VocabMap::from_tensors(&[1, 2, 4], &t2d, String::new(), 1.0);
-        assert!(matches!(wrong, Err(VocabError::Disagree { .. })), "{wrong:?}");
-        let right = VocabMap::from_tensors(&[1, 1, 2], &t2d, String::new(), 1.0).unwrap();
-        assert_eq!(right.draft_to_target(), [1, 2, 4]);
-    }
-
     proptest! {
         #[test]
         fn invariants_hold_and_files_round_trip(
@@ -378,17 +301,17 @@ mod tests {
             prop_assume!(distinct.len() <= size);
             let map = built.unwrap();
             prop_assert_eq!(map.draft_vocab_size(), size);
-            prop_assert!(forced.iter().all(|&id| map.contains(id)));
+            prop_assert!(forced.iter().all(|&id| map.t2d()[id as usize]));
             prop_assert!(map.d2t().windows(2).all(|p| p[0] <= p[1]));
             prop_assert_eq!(map.t2d().iter().filter(|k| **k).count(), size);
             // No id left out is more frequent than one taken without being forced.
             let taken = map.draft_to_target().iter().filter(|id| !forced.contains(id));
             let rarest = taken.map(|&id| values[id as usize]).min().unwrap_or(u64::MAX);
-            let left = (0..target).filter(|&id| !map.contains(id as u32));
+            let left = (0..target).filter(|&id| !map.t2d()[id]);
             let best_left = left.map(|id| values[id]).max();
             prop_assert!(best_left.is_none_or(|count| count <= rarest));
             let digest = map.digest().to_owned();
-            let back = VocabMap::from_tensors(&map.d2t(), &map.t2d(), digest, map.coverage());
+            let back = VocabMap::from_tensors(&map.d2t(), map.t2d(), digest, map.coverage());
             prop_assert_eq!(back.unwrap(), map);
         }
     }

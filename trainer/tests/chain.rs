@@ -9,9 +9,10 @@ use shared::CapturedSample;
 use trainer::Eagle3Draft;
 use trainer::acceptance::{EvaluationPlan, chain_acceptance};
 use trainer::decode::{DraftDecoder, NewRows};
-use trainer::fit::{Session, Start, TrainState, frozen_target, mapping, ttt_options};
+use trainer::fit::{Session, Start, TrainState, frozen_target, ttt_options};
 use trainer::live::LiveCounts;
 use trainer::target::TargetHead;
+use trainer::watch::Watch;
 use trainer::world::World;
 
 type Backend = Autodiff<Flex>;
@@ -69,7 +70,12 @@ fn rounds_are_those_of_a_decoder_with_a_cache() {
     let dataset = &session.dataset;
     let indices: Vec<usize> = (0..dataset.samples().len()).collect();
     let options = ttt_options(&config);
-    let what = EvaluationPlan { indices: &indices, max_tokens: 96, options: &options };
+    let what = EvaluationPlan {
+        indices: &indices,
+        max_tokens: 96,
+        options: &options,
+        watch: &Watch::default(),
+    };
     let head = TargetHead::load(&dataset.dir().target()).unwrap();
     let shape = [head.vocab_size, head.hidden_size];
     let table = head.embed_tokens.clone();
@@ -80,7 +86,7 @@ fn rounds_are_those_of_a_decoder_with_a_cache() {
     let lengths = [2, 5];
     let counts = chain_acceptance(&draft, &frozen, (dataset, &lengths), &what).unwrap();
     for (counts, length) in counts.into_iter().zip(lengths) {
-        let vocabulary = mapping(&session.vocab).unwrap();
+        let vocabulary = session.vocab.vocabulary().clone();
         let mut decoder = DraftDecoder::new(draft.clone(), embed_tokens.clone(), vocabulary, 64);
         let mut expected = LiveCounts::default();
         let reader = dataset.reader();

@@ -3,6 +3,7 @@
 
 mod support;
 
+use std::io::Write;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 
@@ -149,19 +150,21 @@ fn free_port() -> u16 {
     std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
-/// Starts one of two processes, as torchrun does.
-fn start(rank: usize, port: u16, args: &[&str]) -> Child {
-    Command::new(env!("CARGO_BIN_EXE_trainer"))
-        .args(args)
-        .env("RANK", rank.to_string())
-        .env("WORLD_SIZE", "2")
-        .env("MASTER_ADDR", "127.0.0.1")
-        .env("MASTER_PORT", port.to_string())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap()
+/// One of two processes, as torchrun starts them.
+fn one_of_two(rank: usize, port: u16, args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
+    command.args(args).env("RANK", rank.to_string()).env("WORLD_SIZE", "2");
+    command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
 }
+
+fn start(rank: usize, port: u16, args: &[&str]) -> Child {
+    one_of_two(rank, port, args).spawn().unwrap()
+}
+
+/// Bytes that a pipe of Linux takes before somebody reads.
+const PIPE: usize = 1 << 16;
 
 /// Both processes take the same way around a damaged checkpoint; one of them moves it.
 #[test]
@@ -210,6 +213,38 @@ fn who_loses_another_process_ends_with_75() {
     let errors = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(75), "{errors}");
     assert!(errors.contains("rank 1 is gone"), "{errors}");
+}
+
+/// The other process lives and shows it, but does not take part in the first step.
+#[test]
+fn a_process_that_lives_and_does_not_go_on_ends_the_run() {
+    let dir = tempfile::tempdir().unwrap();
+    let (data, file) = (dir.path().join("data"), dir.path().join("fit.toml"));
+    support::dataset(&data, 20);
+    let mut config = support::config(&data, &dir.path().join("run"));
+    (config.train.accumulate, config.train.step_deadline) = (2, 1);
+    std::fs::write(&file, config.to_toml()).unwrap();
+    let ended = |stderr: Stdio| {
+        let port = free_port();
+        let mut process = one_of_two(0, port, &["fit", "--quiet", "--config", text(&file)]);
+        let process = process.stderr(stderr).spawn().unwrap();
+        let place = Place { rank: 1, size: 2, local_rank: 1, master: ("127.0.0.1".into(), port) };
+        let world = World::join(place, &config.to_toml(), |_| ()).unwrap();
+        // Both are there, and neither was asked to stop.
+        world.from_first(0.0).unwrap();
+        assert!(!world.any(false).unwrap());
+        let output = process.wait_with_output().unwrap();
+        world.finish();
+        (output.status.code(), String::from_utf8(output.stderr).unwrap())
+    };
+    let (code, errors) = ended(Stdio::piped());
+    assert_eq!(code, Some(75), "{errors}");
+    assert!(errors.contains("step 1 has not gone on for 1 s"), "{errors}");
+    assert!(errors.contains("--step-deadline"), "{errors}");
+    // Its last words are for a pipe that is full and that nobody reads.
+    let (_reader, mut writer) = std::io::pipe().unwrap();
+    writer.write_all(&[0; PIPE]).unwrap();
+    assert_eq!(ended(writer.into()).0, Some(75));
 }
 
 #[test]

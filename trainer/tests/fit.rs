@@ -208,11 +208,43 @@ fn resuming_with_other_settings_or_data_is_refused() {
     let text = error.to_string();
     assert!(text.contains("train.lr") && text.contains("0.5") && text.contains("0.005"), "{text}");
     assert_eq!(error.exit_code(), 78);
-    // More samples change the counts behind the vocabulary.
-    let grown = dir.path().join("grown");
-    support::dataset(&grown, 30);
-    config.data.dataset = grown;
-    assert!(matches!(run(&config, Start::Resume), Err(FitError::OtherVocab { .. })));
+    // One that has grown, and one of another target.
+    let place = |name: &str| dir.path().join(name);
+    support::dataset(&place("grown"), 30);
+    support::dataset_of("another", &place("other"), 20);
+    let refused = |dataset: &str| {
+        let mut config = config.clone();
+        config.data.dataset = place(dataset);
+        // Nobody waits for shards to be read before the answer.
+        let _ = std::fs::remove_dir_all(place(dataset).join("shards"));
+        let error = run(&config, Start::Resume).unwrap_err();
+        assert_eq!(error.exit_code(), 78, "{error}");
+        error
+    };
+    let grown = refused("grown");
+    assert!(matches!(&grown, FitError::OtherSamples { .. }), "{grown}");
+    let text = grown.to_string();
+    assert!(text.contains("30 samples") && text.contains("20 samples"), "{text}");
+    let FitError::OtherDataset { stored, current } = refused("other") else { panic!() };
+    assert_ne!(stored, current);
+    std::fs::remove_dir_all(data.join("shards")).unwrap();
+    let error = run(&other, Start::Resume).unwrap_err();
+    assert!(error.to_string().contains("train.lr"), "{error}");
+    // Only the shards are missing for those who ask for nothing else.
+    assert!(matches!(run(&config, Start::Resume), Err(FitError::Dataset(_))));
+}
+
+/// Where the draft has the whole vocabulary, no count of tokens tells that samples were added.
+#[test]
+fn added_samples_are_found_with_a_full_vocabulary_too() {
+    let dir = tempfile::tempdir().unwrap();
+    support::dataset(&dir.path().join("data"), 20);
+    support::dataset(&dir.path().join("grown"), 30);
+    let mut config = support::config(&dir.path().join("data"), &dir.path().join("run"));
+    (config.draft.draft_vocab_size, config.train.max_steps) = (None, 2);
+    run(&config, Start::Fresh).unwrap();
+    config.data.dataset = dir.path().join("grown");
+    assert!(matches!(run(&config, Start::Resume), Err(FitError::OtherSamples { .. })));
 }
 
 /// Values of a name in metrics.jsonl, one a step.

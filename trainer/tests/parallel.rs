@@ -16,6 +16,7 @@ use trainer::checkpoint::{Checkpoint, Parts, RunDir};
 use trainer::config::FitConfig;
 use trainer::exchange::{self, Shards};
 use trainer::fit::{self, FitError, FitReport, Start};
+use trainer::watch::Watch;
 use trainer::world::{Place, World, WorldError};
 
 type Backend = Autodiff<Flex>;
@@ -169,7 +170,8 @@ fn a_signal_to_one_process_stops_all_after_the_same_step() {
             stop.request();
         }
         let (start, cpu) = ((Start::Fresh, world), Default::default());
-        fit::run_until::<Backend>(&config, start, (&cpu, FloatDType::F32), &stop).unwrap()
+        let guards = (&stop, &Watch::default());
+        fit::run_until::<Backend>(&config, start, (&cpu, FloatDType::F32), guards).unwrap()
     });
     for (rank, report) in reports.iter().enumerate() {
         assert_eq!((report.stopped, report.steps), (true, 0), "rank {rank}");

@@ -51,12 +51,35 @@ impl SharedStream {
             .map_err(wrong("make the context wait (needs a driver for CUDA 12.5)"))
     }
 
+    /// An error when work that the context was given has gone wrong: nothing runs in it any more.
+    /// Does not wait.
+    pub fn health(&self) -> Result<(), CudaError> {
+        // SAFETY: context and stream are live; neither call waits.
+        let answer = unsafe {
+            match sys::cuCtxSetCurrent(self.context.cu_ctx()) {
+                sys::CUresult::CUDA_SUCCESS => sys::cuStreamQuery(self.stream.cu_stream()),
+                refused => refused,
+            }
+        };
+        match works(answer) {
+            true => Ok(()),
+            false => answer.result().map_err(wrong("the context does not work any more")),
+        }
+    }
+
     /// Waits for all work of the context, and gives free and all bytes of the device's memory.
     pub fn settle(&self) -> Result<[usize; 2], CudaError> {
         self.context.synchronize().map_err(wrong("wait for the context"))?;
         let (free, all) = result::mem_get_info().map_err(wrong("size of the memory"))?;
         Ok([free, all])
     }
+}
+
+/// Whether a context that gives this answer to a question about one of its streams works: it is
+/// done, it is busy, or the process is at its end.
+fn works(answer: sys::CUresult) -> bool {
+    use sys::CUresult::{CUDA_ERROR_DEINITIALIZED, CUDA_ERROR_NOT_READY, CUDA_SUCCESS};
+    matches!(answer, CUDA_SUCCESS | CUDA_ERROR_NOT_READY | CUDA_ERROR_DEINITIALIZED)
 }
 
 /// Measures parts of a stream's work by events.
@@ -108,5 +131,25 @@ impl PartTimer {
             }
         }
         Ok(sums)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use sys::CUresult;
+
+    use super::*;
+
+    #[test]
+    fn a_busy_context_works_and_a_broken_one_does_not() {
+        assert!(works(CUresult::CUDA_SUCCESS) && works(CUresult::CUDA_ERROR_NOT_READY));
+        for broken in [
+            CUresult::CUDA_ERROR_ILLEGAL_ADDRESS,
+            CUresult::CUDA_ERROR_LAUNCH_FAILED,
+            CUresult::CUDA_ERROR_ECC_UNCORRECTABLE,
+            CUresult::CUDA_ERROR_UNKNOWN,
+        ] {
+            assert!(!works(broken), "{broken:?}");
+        }
     }
 }

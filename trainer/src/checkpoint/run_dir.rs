@@ -5,6 +5,9 @@ use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
+use shared::durable::{publish_dir, publish_dir_with};
+use shared::files::{Files, RealFiles};
+
 use super::{Best, Checkpoint, CheckpointError, Parts, SUMS};
 
 const PREFIX: &str = "step-";
@@ -136,7 +139,7 @@ impl RunDir {
         let rename = |step: u64, error: &CheckpointError| {
             let aside = self.checkpoints_dir().join(format!("damaged-{PREFIX}{step:08}"));
             tracing::warn!("{error}: set aside as {}", aside.display());
-            Ok(shared::durable::publish_dir(&self.checkpoint(step), &aside)?)
+            Ok(publish_dir(&self.checkpoint(step), &aside)?)
         };
         self.find_sound(rename).map(drop)
     }
@@ -184,17 +187,135 @@ impl RunDir {
 
     /// Removes all but the `keep` newest checkpoints and the best one.
     pub fn prune(&self, keep: usize, best: Option<Best>) -> Result<(), CheckpointError> {
+        self.prune_with(&RealFiles, keep, best)
+    }
+
+    fn prune_with(
+        &self,
+        files: &dyn Files,
+        keep: usize,
+        best: Option<Best>,
+    ) -> Result<(), CheckpointError> {
         let steps = self.steps()?;
         for &step in steps.iter().take(steps.len().saturating_sub(keep)) {
             if best.is_none_or(|best| best.step != step) {
-                let path = self.checkpoint(step);
-                // First the list of digests: without it the directory is no checkpoint any more,
-                // so one half removed is never taken for one.
-                let removed = std::fs::remove_file(path.join(SUMS))
-                    .and_then(|()| std::fs::remove_dir_all(&path));
+                // One half removed is under a name that no checkpoint has, and that the next
+                // start sweeps.
+                let path = self.checkpoints_dir().join(format!(".pruned-{PREFIX}{step:08}.tmp"));
+                publish_dir_with(files, &self.checkpoint(step), &path)?;
+                let removed = files.remove_dir(&path);
                 removed.map_err(|source| CheckpointError::Io { path, source })?;
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::disallowed_methods)]
+mod tests {
+    use std::ffi::OsString;
+    use std::io;
+    use std::sync::Mutex;
+
+    use shared::files::ProductFile;
+
+    use super::*;
+
+    /// The real file system until `left` operations were made; the next one is half done and
+    /// fails, as if the process had been killed in it, and so do all later ones.
+    #[derive(Debug)]
+    struct Stops {
+        left: Mutex<u32>,
+    }
+
+    impl Stops {
+        fn after(operations: u32) -> Self {
+            Self { left: Mutex::new(operations) }
+        }
+
+        fn go_on(&self) -> io::Result<()> {
+            let mut left = self.left.lock().unwrap();
+            *left = left.checked_sub(1).ok_or_else(|| io::Error::other("stopped"))?;
+            Ok(())
+        }
+    }
+
+    impl Files for Stops {
+        fn create_new(&self, path: &Path) -> io::Result<Box<dyn ProductFile>> {
+            self.go_on().and_then(|()| RealFiles.create_new(path))
+        }
+
+        fn open_read(&self, path: &Path) -> io::Result<File> {
+            self.go_on().and_then(|()| RealFiles.open_read(path))
+        }
+
+        fn publish(&self, from: &Path, to: &Path) -> io::Result<()> {
+            self.go_on().and_then(|()| RealFiles.publish(from, to))
+        }
+
+        fn replace(&self, from: &Path, to: &Path) -> io::Result<()> {
+            self.go_on().and_then(|()| RealFiles.replace(from, to))
+        }
+
+        fn sync_dir(&self, path: &Path) -> io::Result<()> {
+            self.go_on().and_then(|()| RealFiles.sync_dir(path))
+        }
+
+        fn create_dir(&self, path: &Path) -> io::Result<()> {
+            self.go_on().and_then(|()| RealFiles.create_dir(path))
+        }
+
+        fn remove_file(&self, path: &Path) -> io::Result<()> {
+            self.go_on().and_then(|()| RealFiles.remove_file(path))
+        }
+
+        fn remove_dir(&self, path: &Path) -> io::Result<()> {
+            let stopped = self.go_on();
+            if stopped.is_err() {
+                RealFiles.remove_file(&path.join(SUMS))?;
+            }
+            stopped.and_then(|()| RealFiles.remove_dir(path))
+        }
+
+        fn list(&self, path: &Path) -> io::Result<Vec<OsString>> {
+            self.go_on().and_then(|()| RealFiles.list(path))
+        }
+    }
+
+    fn four_checkpoints(root: &Path) -> RunDir {
+        let run = RunDir::new(root);
+        for step in 1..=4 {
+            std::fs::create_dir_all(run.checkpoint(step)).unwrap();
+            for name in [SUMS, "weights.safetensors"] {
+                std::fs::write(run.checkpoint(step).join(name), "").unwrap();
+            }
+        }
+        run
+    }
+
+    #[test]
+    fn pruning_that_is_stopped_anywhere_leaves_nothing_for_good() {
+        let (mut stops, mut swept) = (0, 0);
+        loop {
+            let dir = tempfile::tempdir().unwrap();
+            let run = four_checkpoints(dir.path());
+            let pruned = run.prune_with(&Stops::after(stops), 2, None);
+            assert_eq!(run.all_steps().unwrap(), run.steps().unwrap(), "half of one, {stops}");
+            assert!(run.steps().unwrap().ends_with(&[3, 4]));
+            // A start, and the next pruning.
+            let before = run.names().unwrap().len();
+            run.claim().unwrap();
+            swept += before - run.names().unwrap().len();
+            run.prune(2, None).unwrap();
+            assert_eq!(run.steps().unwrap(), [3, 4]);
+            assert_eq!(run.names().unwrap().len(), 2, "{:?}", run.names());
+            if pruned.is_ok() {
+                break;
+            }
+            stops += 1;
+        }
+        // Both directories were caught under their other name: synced, and half removed.
+        assert_eq!(swept, 4, "{stops} operations");
     }
 }

@@ -175,7 +175,7 @@ fn run_cpu(args: &BenchArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
     };
     let every = (args.vocab / args.draft_vocab).max(1) as u32;
     let ids: Vec<u32> = (0..args.draft_vocab as u32).map(|id| id * every).collect();
-    let target = FrozenTarget::new(weights, DraftVocabulary::from_targets(&ids, args.vocab)?)?;
+    let target = FrozenTarget::new(weights, DraftVocabulary::from_targets(ids, args.vocab)?)?;
     let aux = random(args.tokens, 3 * args.hidden, 1.0);
     let batch = TrainBatch::new(tokens, aux, random(args.tokens, args.hidden, 1.0))?;
 

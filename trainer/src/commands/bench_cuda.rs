@@ -9,7 +9,7 @@ use burn::backend::{Autodiff, Cuda};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Distribution, FloatDType, Tensor};
 use kernels::cuda::CudaError;
-use trainer::cost::MemoryPlan;
+use trainer::cost::{Keeping, MemoryPlan};
 use trainer::cuda::{Part, settle, start_timer, take_times, tensor_memory};
 use trainer::draft::ParamShapeError;
 use trainer::exchange::Shards;
@@ -98,7 +98,7 @@ impl Setting {
         };
         let every = (args.vocab / args.draft_vocab).max(1) as u32;
         let ids: Vec<u32> = (0..args.draft_vocab as u32).map(|id| id * every).collect();
-        let vocabulary = DraftVocabulary::from_targets(&ids, args.vocab)?;
+        let vocabulary = DraftVocabulary::from_targets(ids, args.vocab)?;
         let aux = matrix([args.tokens, 3 * args.hidden], 1.0);
         let last_hidden = matrix([args.tokens, args.hidden], 1.0);
         Ok(Self {
@@ -270,8 +270,9 @@ pub(super) fn run(
         share(sparse)
     )?;
     let gb = |bytes: u64| bytes as f64 / 1e9;
-    let bytes = DType::from(place.1).size() as u64;
-    let plan = MemoryPlan::new(&args.config(), [args.tokens, args.steps], bytes);
+    let value_bytes = DType::from(place.1).size() as u64;
+    let keeping = Keeping { value_bytes, average: false, processes: 1 };
+    let plan = MemoryPlan::new(&args.config(), [args.tokens, args.steps], keeping);
     let total = gb(plan.total(args.options().activations));
     writeln!(out, "memory plan      {total:10.2} GB: {plan}")?;
     writeln!(out, "between steps    {:10.2} GB, reserved {:.2}", gb(kept), gb(reserved))?;

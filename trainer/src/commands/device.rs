@@ -2,9 +2,11 @@
 
 use burn::backend::cuda::CudaDevice;
 use burn::tensor::FloatDType;
-use extractor::target::exit_at_once;
 use trainer::config::{Compute, ConfigError};
+use trainer::ops::DeviceFault;
 use trainer::world::{Place as Seat, World, WorldError};
+
+use super::end_saying;
 
 /// A device.
 #[derive(Clone, Debug)]
@@ -39,9 +41,14 @@ fn parse(text: &str) -> Result<Asked, String> {
 
 /// Without one process the others would wait for ever, some of them inside a kernel, where an
 /// orderly exit would wait too.
-fn end(lost: &WorldError) {
-    tracing::error!("{lost}");
-    exit_at_once(lost.exit_code());
+fn end_alone(lost: &WorldError) {
+    end_saying(lost.to_string(), lost.exit_code());
+}
+
+/// A device that does not work any more does not end its process in an orderly way either.
+fn end_without_device(fault: &DeviceFault) {
+    let hint = "training goes on from its newest checkpoint with `trainer fit --resume RUN`";
+    end_saying(format!("{fault}; {hint}"), fault.exit_code);
 }
 
 impl DeviceArgs {
@@ -60,7 +67,7 @@ impl DeviceArgs {
         let seat = Seat::from_env()?;
         let (place, dtype) = self.open_one(compute, seat.as_ref().map_or(0, |s| s.local_rank))?;
         let world = match seat {
-            Some(seat) => World::join(seat, digest, end)?,
+            Some(seat) => World::join(seat, digest, end_alone)?,
             None => World::alone(),
         };
         Ok((place, dtype, world))
@@ -77,6 +84,7 @@ impl DeviceArgs {
             (Asked::Cpu, _) => Ok((Place::Cpu, FloatDType::F32)),
             (Asked::Cuda(ordinal), compute) => {
                 let device = trainer::cuda::open(ordinal.unwrap_or(local_rank))?;
+                trainer::cuda::end_on_device_panic(end_without_device);
                 let dtype = match compute {
                     Compute::F32 => FloatDType::F32,
                     Compute::Auto | Compute::Bf16 => FloatDType::BF16,

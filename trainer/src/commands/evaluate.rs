@@ -16,6 +16,7 @@ use trainer::fit::{frozen_target, ttt_options};
 use trainer::live::LiveCounts;
 use trainer::target::TargetHead;
 use trainer::trained::TrainedDraft;
+use trainer::watch::Watch;
 
 use super::Usage;
 use super::live::LiveArgs;
@@ -159,7 +160,12 @@ impl Recorded {
         let mut options = ttt_options(&self.config);
         options.steps = self.steps.unwrap_or(options.steps);
         let max_tokens = self.config.data.max_tokens;
-        let what = EvaluationPlan { indices: &self.indices, max_tokens, options: &options };
+        let what = EvaluationPlan {
+            indices: &self.indices,
+            max_tokens,
+            options: &options,
+            watch: &Watch::default(),
+        };
         let draft = trained.draft::<Flex>(&Default::default())?;
         Ok(evaluate(&draft, &self.frozen, &self.dataset, &what)?)
     }
@@ -173,7 +179,12 @@ fn chains(
 ) -> anyhow::Result<bool> {
     let options = ttt_options(&recorded.config);
     let max_tokens = recorded.config.data.max_tokens;
-    let what = EvaluationPlan { indices: &recorded.indices, max_tokens, options: &options };
+    let what = EvaluationPlan {
+        indices: &recorded.indices,
+        max_tokens,
+        options: &options,
+        watch: &Watch::default(),
+    };
     let draft = trained.draft::<Flex>(&Default::default())?;
     let dataset = (&recorded.dataset, args.chain.as_slice());
     let counts = chain_acceptance(&draft, &recorded.frozen, dataset, &what)

@@ -7,11 +7,12 @@ use burn::backend::{Autodiff, Cuda, Flex};
 use extractor::shutdown::Shutdown;
 use trainer::checkpoint::RunDir;
 use trainer::fit::{self, FitReport, Start};
+use trainer::watch::{Standstill, Watch};
 use trainer::world::Place as Seat;
 
-use super::Stopped;
 use super::device::{DeviceArgs, Place};
 use super::flags::ConfigFlags;
+use super::{Stopped, end_saying};
 
 /// Train a draft head on a data set written by `extractor run`.
 #[derive(clap::Args)]
@@ -45,12 +46,13 @@ pub(crate) fn run(args: &FitArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
     config.validate()?;
     let (place, dtype, world) =
         args.device.open_in_world(config.train.compute, &config.to_toml())?;
-    let start = (start, &world);
+    let watch = Watch::start(config.train.step_deadline, end)?;
+    let (start, guards) = ((start, &world), (&stop, &watch));
     let cpu = (&Default::default(), dtype);
     let report = match place {
-        Place::Cpu => fit::run_until::<Autodiff<Flex>>(&config, start, cpu, &stop)?,
+        Place::Cpu => fit::run_until::<Autodiff<Flex>>(&config, start, cpu, guards)?,
         Place::Cuda(device) => {
-            fit::run_until::<Autodiff<Cuda>>(&config, start, (&device, dtype), &stop)?
+            fit::run_until::<Autodiff<Cuda>>(&config, start, (&device, dtype), guards)?
         }
     };
     world.finish();
@@ -63,6 +65,11 @@ pub(crate) fn run(args: &FitArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
         true => Err(Stopped.into()),
         false => Ok(true),
     }
+}
+
+/// What stands still can't be asked to end. A checkpoint in work keeps its temporary name.
+fn end(stands: &Standstill) {
+    end_saying(stands.to_string(), stands.exit_code());
 }
 
 /// The checkpoint to continue from. Of several processes the first one sets damaged ones aside,

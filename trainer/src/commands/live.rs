@@ -12,7 +12,6 @@ use extractor::target::weights::Checkpoint;
 use extractor::target::{self, Compute, Device, EngineOptions, TargetModel, TargetSpec};
 use serde::Serialize;
 use trainer::decode::DraftDecoder;
-use trainer::fit::mapping;
 use trainer::live::{
     LiveCounts, LiveError, LiveOptions, Prompt, greedy, read_prompts, require_equal, speculate,
 };
@@ -138,7 +137,8 @@ fn decode(
     let room = longest + options.max_new_tokens + options.draft_tokens + 1;
     let embeddings = embeddings(model, target.spec())?;
     let draft = trained.draft::<Flex>(&Default::default())?;
-    let mut decoder = DraftDecoder::new(draft, embeddings, mapping(&trained.vocab)?, room);
+    let vocabulary = trained.vocab.vocabulary().clone();
+    let mut decoder = DraftDecoder::new(draft, embeddings, vocabulary, room);
     let mut counts = LiveCounts::default();
     let (mut answers, mut fast, mut plain) = (Vec::new(), 0.0, 0.0);
     for (done, prompt) in prompts.iter().enumerate() {

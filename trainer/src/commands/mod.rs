@@ -11,7 +11,11 @@ pub(crate) mod fit;
 mod flags;
 mod live;
 
+use std::sync::mpsc::channel;
+use std::time::Duration;
+
 use extractor::shutdown::EXIT_STOPPED;
+use extractor::target::exit_at_once;
 use trainer::acceptance::EvaluateError;
 use trainer::batch::BatchError;
 use trainer::checkpoint::CheckpointError;
@@ -86,6 +90,23 @@ fn code(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
     )
     .or(stopped)
     .or(io)
+}
+
+/// Time for the last words of a process that ends at once.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+
+/// Ends the process at once with an error in its log; a log that nobody reads does not keep it.
+fn end_saying(words: String, code: u8) -> ! {
+    let (said, heard) = channel();
+    let say = move || {
+        tracing::error!("{words}");
+        // Nobody listens any more if this took too long.
+        let _ = said.send(());
+    };
+    if std::thread::Builder::new().spawn(say).is_ok() {
+        let _ = heard.recv_timeout(LAST_WORDS);
+    }
+    exit_at_once(code)
 }
 
 /// Whether the reader of stdout went away, which is no failure of ours.

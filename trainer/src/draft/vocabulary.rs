@@ -1,4 +1,5 @@
-//! Which target tokens the draft can predict. Knows no tensors and no files.
+//! Which target tokens the draft can predict: the one place that checks a mapping. Knows no tensors
+//! and no files.
 
 use thiserror::Error;
 
@@ -12,31 +13,47 @@ pub struct DraftVocabulary {
 /// Mapping tensors that do not describe a part of the target vocabulary.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum VocabularyError {
-    /// An offset leads outside the target vocabulary.
-    #[error("d2t[{draft}] = {offset} points at target token {target}; there are {vocab_size}")]
+    /// No draft id at all, or more than target ids.
+    #[error("a draft vocabulary of {draft} ids: it must be 1 to {target}, the target's vocabulary")]
+    Size {
+        /// Draft ids.
+        draft: usize,
+        /// Target ids.
+        target: usize,
+    },
+    /// `draft + d2t[draft]` is no target id.
+    #[error(
+        "d2t[{draft}] is {offset}: it is an offset, so {draft} + {offset} must be a target id \
+            below {vocab_size}"
+    )]
     OutOfRange {
         /// Draft id.
         draft: usize,
         /// Offset stored for it.
         offset: i64,
-        /// Draft id plus offset.
-        target: i64,
         /// Size of the target vocabulary.
         vocab_size: usize,
     },
     /// Target ids must ascend, as servers and other trainers assume.
-    #[error("draft tokens {draft} and the one before it map to target ids that do not ascend")]
+    #[error(
+        "draft id {draft} means target id {id}, the one before it {before}: they must ascend \
+            (was d2t stored as ids in place of offsets?)"
+    )]
     NotAscending {
-        /// Draft id.
+        /// The later draft id.
         draft: usize,
+        /// Target id of the draft id before it.
+        before: u32,
+        /// Its target id.
+        id: u32,
     },
     /// The two tensors contradict each other.
-    #[error("t2d marks {marked} target tokens, d2t names {named}; or they name different ones")]
+    #[error("t2d[{id}] is {t2d}, but d2t says the opposite: the two were not written together")]
     Contradiction {
-        /// Tokens marked in t2d.
-        marked: usize,
-        /// Entries of d2t.
-        named: usize,
+        /// First target id on which they differ.
+        id: usize,
+        /// What t2d holds for it.
+        t2d: bool,
     },
 }
 
@@ -57,22 +74,23 @@ impl DraftVocabulary {
     }
 
     /// From ascending target ids.
-    pub fn from_targets(targets: &[u32], vocab_size: usize) -> Result<Self, VocabularyError> {
-        let offsets: Vec<i64> =
-            targets.iter().enumerate().map(|(draft, &id)| i64::from(id) - draft as i64).collect();
+    pub fn from_targets(targets: Vec<u32>, vocab_size: usize) -> Result<Self, VocabularyError> {
+        if targets.is_empty() || targets.len() > vocab_size {
+            return Err(VocabularyError::Size { draft: targets.len(), target: vocab_size });
+        }
         let mut in_draft = vec![false; vocab_size];
         for (draft, &id) in targets.iter().enumerate() {
-            let out_of_range = VocabularyError::OutOfRange {
-                draft,
-                offset: offsets[draft],
-                target: i64::from(id),
-                vocab_size,
-            };
+            let offset = i64::from(id) - draft as i64;
+            let out_of_range = VocabularyError::OutOfRange { draft, offset, vocab_size };
             *in_draft.get_mut(id as usize).ok_or(out_of_range)? = true;
         }
         match targets.windows(2).position(|pair| pair[0] >= pair[1]) {
-            Some(at) => Err(VocabularyError::NotAscending { draft: at + 1 }),
-            None => Ok(Self { draft_to_target: targets.to_vec(), in_draft }),
+            Some(at) => Err(VocabularyError::NotAscending {
+                draft: at + 1,
+                before: targets[at],
+                id: targets[at + 1],
+            }),
+            None => Ok(Self { draft_to_target: targets, in_draft }),
         }
     }
 
@@ -80,21 +98,15 @@ impl DraftVocabulary {
     pub fn from_mapping(d2t: &[i64], t2d: &[bool]) -> Result<Self, VocabularyError> {
         let vocab_size = t2d.len();
         let target = |(draft, &offset): (usize, &i64)| {
-            let target = (draft as i64).saturating_add(offset);
-            u32::try_from(target).map_err(|_| VocabularyError::OutOfRange {
-                draft,
-                offset,
-                target,
-                vocab_size,
-            })
+            u32::try_from((draft as i64).saturating_add(offset))
+                .map_err(|_| VocabularyError::OutOfRange { draft, offset, vocab_size })
         };
         let targets = d2t.iter().enumerate().map(target).collect::<Result<Vec<_>, _>>()?;
-        let map = Self::from_targets(&targets, vocab_size)?;
-        if map.in_draft != t2d {
-            let marked = t2d.iter().filter(|&&mark| mark).count();
-            return Err(VocabularyError::Contradiction { marked, named: d2t.len() });
+        let map = Self::from_targets(targets, vocab_size)?;
+        match (0..vocab_size).find(|&id| map.in_draft[id] != t2d[id]) {
+            Some(id) => Err(VocabularyError::Contradiction { id, t2d: t2d[id] }),
+            None => Ok(map),
         }
-        Ok(map)
     }
 
     /// Target id of each draft id, ascending.
@@ -120,7 +132,7 @@ mod tests {
 
     #[test]
     fn mapping_survives_the_exported_form() {
-        let map = DraftVocabulary::from_targets(&[0, 3, 4, 9], 10).unwrap();
+        let map = DraftVocabulary::from_targets(vec![0, 3, 4, 9], 10).unwrap();
         assert_eq!(map.offsets(), [0, 2, 2, 6]);
         assert_eq!(DraftVocabulary::from_mapping(&map.offsets(), map.in_draft()).unwrap(), map);
         assert_eq!(DraftVocabulary::first(10, 10).offsets(), [0; 10]);
@@ -130,12 +142,19 @@ mod tests {
     fn contradictions_are_named() {
         let marks = [true, false, true, false];
         let outside = DraftVocabulary::from_mapping(&[0, 9], &marks).unwrap_err();
-        assert!(matches!(outside, VocabularyError::OutOfRange { draft: 1, target: 10, .. }));
+        assert!(matches!(outside, VocabularyError::OutOfRange { draft: 1, offset: 9, .. }));
         let before = DraftVocabulary::from_mapping(&[-1, 1], &marks).unwrap_err();
-        assert!(matches!(before, VocabularyError::OutOfRange { draft: 0, target: -1, .. }));
+        assert!(matches!(before, VocabularyError::OutOfRange { draft: 0, offset: -1, .. }));
         let twice = DraftVocabulary::from_mapping(&[0, -1], &marks).unwrap_err();
-        assert_eq!(twice, VocabularyError::NotAscending { draft: 1 });
+        assert_eq!(twice, VocabularyError::NotAscending { draft: 1, before: 0, id: 0 });
         let other = DraftVocabulary::from_mapping(&[0, 0], &marks).unwrap_err();
-        assert_eq!(other, VocabularyError::Contradiction { marked: 2, named: 2 });
+        assert_eq!(other, VocabularyError::Contradiction { id: 1, t2d: false });
+        let ids = [false, true, true, false, true, false, false, false];
+        let stored = DraftVocabulary::from_mapping(&[1, 2, 4], &ids).unwrap_err();
+        assert_eq!(stored, VocabularyError::Contradiction { id: 2, t2d: true });
+        for (d2t, draft) in [(&[][..], 0), (&[0; 5], 5)] {
+            let size = DraftVocabulary::from_mapping(d2t, &marks).unwrap_err();
+            assert_eq!(size, VocabularyError::Size { draft, target: 4 });
+        }
     }
 }

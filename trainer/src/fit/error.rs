@@ -8,8 +8,8 @@ use crate::acceptance::EvaluateError;
 use crate::batch::BatchError;
 use crate::checkpoint::CheckpointError;
 use crate::config::ConfigError;
-use crate::dataset::DatasetError;
-use crate::draft::{DraftConfigError, ParamShapeError, VocabularyError};
+use crate::dataset::{DatasetError, SampleSet};
+use crate::draft::{DraftConfigError, ParamShapeError};
 use crate::exchange::ExchangeError;
 use crate::optimizer::GradientError;
 use crate::run_log::RunLogError;
@@ -42,9 +42,6 @@ pub enum FitError {
     /// A parameter of the wrong shape.
     #[error(transparent)]
     Shape(#[from] ParamShapeError),
-    /// The mapping given to the training step.
-    #[error(transparent)]
-    Mapping(#[from] VocabularyError),
     /// A batch.
     #[error(transparent)]
     Batch(#[from] BatchError),
@@ -118,10 +115,21 @@ pub enum FitError {
         /// Digest of the data set.
         current: String,
     },
+    /// A run continued on more or fewer samples.
+    #[error(
+        "the data set holds {current}, the run was started on {stored}: order and steps would be \
+            others; resume with the same data set, or start a new run_dir"
+    )]
+    OtherSamples {
+        /// Samples noted in the checkpoint.
+        stored: SampleSet,
+        /// Samples of the data set.
+        current: SampleSet,
+    },
     /// A run continued with another draft vocabulary.
     #[error(
         "the draft vocabulary's digest is {current}, the run was started with {stored}: samples \
-            were added or the split changed; start a new run_dir"
+            were added, or the target's config.json changed; start a new run_dir"
     )]
     OtherVocab {
         /// Digest in the checkpoint.
@@ -156,11 +164,9 @@ impl FitError {
             Self::Accumulate { .. }
             | Self::RunExists { .. }
             | Self::OtherDataset { .. }
+            | Self::OtherSamples { .. }
             | Self::OtherVocab { .. } => 78,
-            Self::Shape(_)
-            | Self::Mapping(_)
-            | Self::LossNotFinite { .. }
-            | Self::StateNotFinite { .. } => 65,
+            Self::Shape(_) | Self::LossNotFinite { .. } | Self::StateNotFinite { .. } => 65,
         }
     }
 }

@@ -10,9 +10,9 @@ use super::FitError;
 use crate::acceptance::{Evaluation, EvaluationPlan, evaluate};
 use crate::batch::{FrozenTarget, TargetWeights};
 use crate::config::{ActivationPolicy, FitConfig, Loss, MaskMode};
-use crate::cost::MemoryPlan;
+use crate::cost::{Keeping, MemoryPlan};
 use crate::dataset::{DatasetError, ManifestDataset, Split};
-use crate::draft::{DraftConfig, DraftVocabulary, Eagle3Draft};
+use crate::draft::{DraftConfig, Eagle3Draft};
 use crate::input::{InputOps, RoomOf};
 use crate::loader::{Loader, LoaderPlan, LoaderState, Reading};
 use crate::losses::LossKind;
@@ -22,6 +22,7 @@ use crate::target::{TargetConfig, TargetHead};
 use crate::tensors::{HostTensor, TensorFile};
 use crate::ttt::TttOptions;
 use crate::vocab::{TokenCounts, VocabMap};
+use crate::watch::Watch;
 use crate::world::World;
 
 /// Rows of the input kept for the check after export.
@@ -69,8 +70,18 @@ where
         config: &FitConfig,
         (device, dtype): (&B::Device, FloatDType),
     ) -> Result<Self, FitError> {
-        let dataset = ManifestDataset::open(&config.data.dataset)?.with_verify(config.data.verify);
-        let dataset = Arc::new(dataset);
+        let dataset = ManifestDataset::open(&config.data.dataset)?;
+        Self::over(dataset, config, 1, (device, dtype))
+    }
+
+    /// The same for one of `processes` processes, of a data set that is open already.
+    pub(super) fn over(
+        dataset: ManifestDataset,
+        config: &FitConfig,
+        processes: usize,
+        (device, dtype): (&B::Device, FloatDType),
+    ) -> Result<Self, FitError> {
+        let dataset = Arc::new(dataset.with_verify(config.data.verify));
         let head = TargetHead::load(&dataset.dir().target())?;
         check_layers(&dataset, &head.config)?;
         let split = split(&dataset, config)?;
@@ -93,10 +104,11 @@ where
         let lengths = split.train.iter().map(|&at| dataset.samples()[at].tokens);
         let largest = largest_batch(lengths, config.data.max_tokens);
         let target = head.config.clone();
-        let frozen_inner = frozen_target::<B::InnerBackend>(head, &vocab, (device, dtype))?;
+        let place = (device, dtype);
+        let frozen_inner = frozen_target::<B::InnerBackend>(head, &vocab, place)?;
         Ok(Self {
             options: TttOptions {
-                activations: activations::<B>((config, &draft), largest, (device, dtype)),
+                activations: activations::<B>((config, &draft), [largest, processes], place),
                 teacher_rows: B::TEACHER_ROWS,
                 ..ttt_options(config)
             },
@@ -133,6 +145,7 @@ where
     pub fn evaluate(
         &self,
         draft: &Eagle3Draft<B::InnerBackend>,
+        watch: &Watch,
     ) -> Result<Option<Evaluation>, FitError> {
         if self.split.held_out.is_empty() {
             return Ok(None);
@@ -141,6 +154,7 @@ where
             indices: &self.split.held_out,
             max_tokens: self.config.data.max_tokens,
             options: &self.options,
+            watch,
         };
         Ok(Some(evaluate(draft, &self.frozen_inner, &self.dataset, &what)?))
     }
@@ -175,15 +189,17 @@ fn largest_batch(lengths: impl Iterator<Item = usize> + Clone, max_tokens: usize
     max_tokens.min(lengths.clone().sum()).max(lengths.max().unwrap_or(0))
 }
 
-/// Prints what memory batches of up to `tokens` tokens need, and decides what the backward pass
-/// finds of the forward pass.
+/// Prints what memory batches of up to `tokens` tokens need in one of `processes`, and decides what
+/// the backward pass finds of the forward pass.
 fn activations<B: DraftOps>(
     (config, draft): (&FitConfig, &DraftConfig),
-    tokens: usize,
+    [tokens, processes]: [usize; 2],
     (device, dtype): (&B::Device, FloatDType),
 ) -> Activations {
     let rows = [tokens, config.train.ttt_steps];
-    let plan = MemoryPlan::new(draft, rows, DType::from(dtype).size() as u64);
+    let value_bytes = DType::from(dtype).size() as u64;
+    let keeping = Keeping { value_bytes, average: config.train.ema > 0.0, processes };
+    let plan = MemoryPlan::new(draft, rows, keeping);
     let memory = B::memory(device);
     let choice = match (config.train.activations, memory) {
         (ActivationPolicy::Keep, _) | (ActivationPolicy::Auto, None) => Activations::Keep,
@@ -317,12 +333,7 @@ pub fn frozen_target<B: Backend>(
         norm_eps: head.rms_norm_eps,
         lm_head: matrix(head.lm_head),
     };
-    Ok(FrozenTarget::new(weights, mapping(vocab)?)?)
-}
-
-/// The mapping in the form the training step takes.
-pub fn mapping(vocab: &VocabMap) -> Result<DraftVocabulary, FitError> {
-    Ok(DraftVocabulary::from_targets(vocab.draft_to_target(), vocab.target_vocab_size())?)
+    Ok(FrozenTarget::new(weights, vocab.vocabulary().clone())?)
 }
 
 /// The same tensors on the differentiating backend; storage is shared.

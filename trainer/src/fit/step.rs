@@ -12,7 +12,7 @@ use super::{FitError, InputTimes, Session, Start};
 use crate::batch::TrainBatch;
 use crate::checkpoint::{Best, Checkpoint, CheckpointState, FIRST, Parts, RunDir, SECOND, TRAINED};
 use crate::collate::HostBatch;
-use crate::config::{ConfigError, FitConfig, LmHeadInit, MaskMode, NoiseKind};
+use crate::config::{FitConfig, LmHeadInit, MaskMode, NoiseKind};
 use crate::draft::Eagle3Draft;
 use crate::exchange::{ExchangeOps, Shards};
 use crate::input::{InputOps, RoomOf};
@@ -24,6 +24,7 @@ use crate::run_log::{Record, put_depths};
 use crate::schedule::Schedule;
 use crate::tensors::{HostTensor, TensorFile};
 use crate::ttt::{TttError, TttOptions, step_rows, ttt_step};
+use crate::watch::{Phase, Watch};
 use crate::world::World;
 
 /// Held during a training step. burn 0.21 keeps one graph for the process: a thread that tidies it
@@ -50,6 +51,8 @@ pub struct TrainState<B: AutodiffBackend<InnerBackend: ExchangeOps>> {
     pub input: InputTimes,
     /// What the processes of the run keep of it.
     pub shards: Shards<B::InnerBackend>,
+    /// Told how steps, evaluations and checkpoints go on.
+    pub watch: Watch,
 }
 
 /// Numbers of one optimizer step.
@@ -131,6 +134,7 @@ where
             acceptance_length: None,
             input: InputTimes::default(),
             shards,
+            watch: Watch::default(),
         })
     }
 
@@ -140,16 +144,7 @@ where
         shards: Shards<B::InnerBackend>,
     ) -> Result<Self, FitError> {
         let checkpoint = Checkpoint::load(&run.latest()?, Parts::Everything)?;
-        let changes = session.config.changes_from(&checkpoint.config);
-        if !changes.is_empty() {
-            return Err(ConfigError::Changed(changes).into());
-        }
         let state = &checkpoint.state;
-        let current = session.dataset.fingerprint().to_string();
-        if state.dataset_fingerprint != current {
-            let stored = state.dataset_fingerprint.clone();
-            return Err(FitError::OtherDataset { stored, current });
-        }
         if state.vocab_digest != session.vocab.digest() {
             let (stored, current) = (state.vocab_digest.clone(), session.vocab.digest().to_owned());
             return Err(FitError::OtherVocab { stored, current });
@@ -171,6 +166,7 @@ where
             acceptance_length: state.acceptance_length,
             input: InputTimes::default(),
             shards,
+            watch: Watch::default(),
         })
     }
 
@@ -186,6 +182,7 @@ where
         while taken < count && self.loader.epoch == epoch {
             let clock = Instant::now();
             let Some(loaded) = loader.next_batch()? else { break };
+            self.watch.goes_on();
             if let Some(batch) = loaded.batch {
                 self.input.add(clock.elapsed().as_secs_f64(), loaded.seconds);
                 group.push(batch);
@@ -255,6 +252,7 @@ where
                 });
             }
             passed.metrics.add(&sums);
+            self.watch.goes_on();
         }
         Ok(passed)
     }
@@ -305,8 +303,10 @@ where
     pub fn checkpoint(&self, session: &Session<B>) -> Result<Option<Checkpoint>, FitError> {
         let (mut weights, mut optimizer) = (TensorFile::default(), TensorFile::default());
         let (first, averages) = (self.shards.world().is_first(), self.optimizer.averages());
+        self.watch.at(Phase::Checkpoint, self.step);
         let mut bad = None;
         self.optimizer.each(&self.draft, &self.shards, &mut |what, name, param| {
+            self.watch.goes_on();
             if !first {
                 return;
             }
@@ -343,6 +343,7 @@ where
                 vocab_digest: session.vocab.digest().to_owned(),
                 vocab_coverage: session.vocab.coverage(),
                 dataset_fingerprint: session.dataset.fingerprint().to_string(),
+                samples: Some(session.dataset.sample_set()),
             },
             config: session.config.clone(),
             weights,

@@ -14,8 +14,9 @@ use super::{Place, WorldError};
 
 /// How long processes wait for each other at the start: images are pulled, models copied.
 const JOIN: Duration = Duration::from_secs(600);
-/// How long one may be busy with something else between exchanges.
-const PATIENCE: Duration = Duration::from_secs(3600);
+/// How long one may be busy with something else between exchanges: reading a large data set, or
+/// measuring. Who hangs is ended by its own watch, and who is gone is silent.
+const PATIENCE: Duration = Duration::from_secs(24 * 3600);
 /// Time between signs of life.
 pub(super) const BEAT: Duration = Duration::from_secs(10);
 /// Who gives no sign of life for so long is gone, with its machine or the way to it: a connection

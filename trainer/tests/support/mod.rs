@@ -86,7 +86,12 @@ fn sample(random: &mut Random, table: &[f32]) -> CapturedSample {
 
 /// Writes a data set of `samples` samples in shards of 16.
 pub(crate) fn dataset(dir: &Path, samples: usize) {
-    let fingerprint = Fingerprint::default().with("target", "synthetic");
+    dataset_of("synthetic", dir, samples);
+}
+
+/// The same under the fingerprint of another target.
+pub(crate) fn dataset_of(target_name: &str, dir: &Path, samples: usize) {
+    let fingerprint = Fingerprint::default().with("target", target_name);
     let manifest = Manifest::open_for_write(dir, &fingerprint, &spec()).unwrap();
     let table = embeddings();
     let mut random = Random(11);

@@ -222,6 +222,23 @@ pub(super) fn faulted() -> bool {
     lock(&FAULT).is_some()
 }
 
+/// The first fault, left where it is; `None` too while somebody else holds it.
+pub(super) fn noted_fault() -> Option<DeviceFault> {
+    FAULT.try_lock().ok()?.clone()
+}
+
+/// What a device that was opened says if it does not work any more. Waits for nothing, neither the
+/// device nor another thread: this is asked in the middle of a panic.
+pub(super) fn broken() -> Option<String> {
+    let engines = ENGINES.try_lock().ok()?;
+    let answer = |(ordinal, engine): (&usize, &Arc<Engine>)| {
+        let error = engine.shared.health().err()?;
+        let reason = std::error::Error::source(&error).map(|source| format!(": {source}"));
+        Some(format!("device {ordinal}: {error}{}", reason.unwrap_or_default()))
+    };
+    engines.iter().find_map(answer)
+}
+
 /// Bytes of tensors that exist, and bytes that burn has reserved for tensors.
 pub fn tensor_memory(device: &CudaDevice) -> [u64; 2] {
     let usage = CudaRuntime::client(device).memory_usage();

@@ -8,6 +8,7 @@ mod exchange;
 mod gradients;
 mod input;
 mod optimizer;
+mod panics;
 mod views;
 
 use burn::backend::Cuda;
@@ -16,6 +17,7 @@ use kernels::cuda::{Product, Turn};
 
 pub use self::engine::{Part, open, settle, start_timer, take_times, tensor_memory};
 use self::engine::{run, take_fault};
+pub use self::panics::end_on_device_panic;
 use self::views::{T, empty, exclusive, heads, ids, in_place, in_rows, matrix, vector};
 use super::{
     AdamWState, AdamWStep, AttentionOperands, AttentionPlan, DeviceFault, DistillRows, Distilled,
