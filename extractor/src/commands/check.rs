@@ -3,7 +3,7 @@
 use std::io::Write;
 use std::path::PathBuf;
 
-use extractor::cosine::{CLEAR_MARGIN, Cosines, FLOOR, MEDIAN, ROW};
+use extractor::cosine::{Cosines, DOUBT, FLOOR, MEDIAN, ROW};
 use extractor::golden::{GivenReport, Golden, GoldenReport, LOGIT_NEAR_TIE, ROUTER_NEAR_TIE};
 use extractor::target::{Compute, Device, EngineOptions, Exchange, QaNormEps, RankGroup};
 
@@ -90,7 +90,7 @@ fn judge_cosines(
         writeln!(
             out,
             "experts: {otherwise} of {routed} choices would differ, of margins up to \
-             {largest_margin:.6} (at most {CLEAR_MARGIN})"
+             {largest_margin:.6} (at most {DOUBT})"
         )?;
     }
     writeln!(

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 
 use super::{Golden, GoldenError, GoldenPrompt, LOGIT_NEAR_TIE, ROUTER_NEAR_TIE};
 use crate::batch::TokenBatch;
-use crate::cosine::{CLEAR_MARGIN, Cosines};
+use crate::cosine::{Cosines, DOUBT};
 use crate::target::{
     CacheId, ExtendRequest, GivenExperts, MoeSpec, Probe, RankGroup, RouterChoice, TargetModel,
     Wanted,
@@ -86,7 +86,7 @@ pub struct GivenReport {
 impl GivenReport {
     /// Every row points where it should, and no router is in doubt beyond what bf16 rounds.
     pub fn agrees(&self) -> bool {
-        Cosines::rows_agree(&self.cosines) && self.largest_margin <= CLEAR_MARGIN
+        Cosines::rows_agree(&self.cosines) && self.largest_margin <= DOUBT
     }
 }
 
