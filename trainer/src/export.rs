@@ -17,7 +17,7 @@ use serde_json::{Map, Value, json};
 use shared::durable;
 
 pub use self::error::ExportError;
-pub use self::layer_ids::{Engine, LayerIds};
+pub use self::layer_ids::{Captures, Engine, LayerIds};
 pub use self::reload::{ExportedDraft, golden_logits};
 use crate::checkpoint::Checkpoint;
 use crate::draft::AttentionConfig;
@@ -100,9 +100,10 @@ pub fn export(
     }
     check_layout(checkpoint, options.layout)?;
     check_switches(checkpoint, options)?;
-    let layer_ids =
-        LayerIds::of(&checkpoint.state.layers, checkpoint.state.draft.num_aux, options.engine)?;
     let target = checkpoint.target()?;
+    let model_type = target.get("model_type").and_then(Value::as_str).unwrap_or_default();
+    let rules = (options.engine, Captures::of(model_type));
+    let layer_ids = LayerIds::of(&checkpoint.state.layers, checkpoint.state.draft.num_aux, rules)?;
     let config = match options.layout {
         ExportLayout::Llama => llama::config(checkpoint, &target, &layer_ids)?,
         ExportLayout::Mla => mla::config(checkpoint, &target, &layer_ids)?,

@@ -170,6 +170,7 @@ fn mla_and_speculators_names_and_fields() {
     assert_eq!(config["norm_before_residual"], json!(false));
     assert_eq!((&config["norm_output"], &config["fc_norm"]), (&json!(true), &json!(true)));
     assert_eq!(config["transformer_layer_config"]["model_type"], json!("llama"));
+    assert_eq!(config["transformer_layer_config"]["num_aux_hidden_states"], json!(3));
     let speculators = &config["speculators_config"];
     assert_eq!(speculators["proposal_methods"][0]["speculative_tokens"], json!(3));
     assert_eq!(speculators["verifier"]["name_or_path"], json!("org/target"));
@@ -203,6 +204,15 @@ fn exports_that_engines_would_misread_are_refused() {
     let current = ExportOptions { engine: Engine::Current, ..options(ExportLayout::Llama) };
     let error = export(&checkpoint, &out("a"), &current).unwrap_err();
     assert!(matches!(error, ExportError::FirstLayer { first: 0, .. }), "{error}");
+    let kimi = checkpoint.state.target["model_type"].take();
+    checkpoint.state.target["model_type"] = json!("llama");
+    export(&checkpoint, &out("dense"), &current).unwrap();
+    let (config, _) = written(&out("dense"));
+    // SGLang's Llama code adds one to each id of the nested list; vLLM reads the other.
+    assert_eq!(config["eagle_aux_hidden_state_layer_ids"], json!([1, 2, 3]));
+    assert_eq!(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"], json!([0, 1, 2]));
+    std::fs::remove_dir_all(out("dense")).unwrap();
+    checkpoint.state.target["model_type"] = kimi;
     let error = export(&checkpoint, &out("b"), &options(ExportLayout::Mla)).unwrap_err();
     assert!(matches!(error, ExportError::Layout { .. }), "{error}");
     checkpoint.state.layers.clear();

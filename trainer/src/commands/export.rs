@@ -22,8 +22,8 @@ pub(crate) struct ExportArgs {
     /// Stored type of the weights.
     #[arg(long, value_enum, default_value = "bf16")]
     dtype: Dtype,
-    /// Engines that must read the layer ids correctly: current (vLLM, and SGLang since 2026-05-16),
-    /// vllm, or sglang-old.
+    /// Engines that must read the layer ids correctly: current (vLLM, and SGLang since 2026-05-16,
+    /// whose rule depends on the target), vllm, or sglang-old.
     #[arg(long, value_enum, default_value = "current")]
     engine: EngineName,
     /// Write the target's embeddings too, read from --dataset. Engines share the target's anyway.

@@ -201,7 +201,7 @@ impl ConfigFile {
                 v_head_dim: self.size("v_head_dim")?,
             },
         };
-        // The width of fc says how many aux states there are, as it does to an engine.
+        // The width of fc says how many aux states there are; what engines count is checked apart.
         let fc_width = file.tensors.get("fc.weight").and_then(|fc| fc.shape.get(1)).copied();
         let config = DraftConfig {
             hidden_size,
@@ -274,6 +274,15 @@ impl ConfigFile {
         layers.ok_or_else(|| self.error(key, "holds 0, which means the embeddings"))
     }
 
+    /// Aux states as engines count them: said, as many as the nested ids, or three.
+    fn counted_aux(&self) -> Result<usize, ExportError> {
+        match (self.get("num_aux_hidden_states"), self.outer.get("eagle_config")) {
+            (Some(_), _) => self.size("num_aux_hidden_states"),
+            (None, Some(eagle)) => Ok(self.ids(eagle)?.len()),
+            (None, None) => Ok(3),
+        }
+    }
+
     /// Fields with which engines were seen to fail or to guess.
     fn check_traps(&self) -> Result<(), ExportError> {
         let keys = |value: &Value| value.as_object().cloned().unwrap_or_default();
@@ -297,8 +306,8 @@ impl ConfigFile {
         {
             return Err(self.error(key, "must be explicit: engines default it differently"));
         }
-        if let Some(eagle) = self.outer.get("eagle_config") {
-            self.ids(eagle)?;
+        if self.counted_aux()? != self.ids(&self.outer)?.len() {
+            return Err(self.error("num_aux_hidden_states", "is not what engines would count"));
         }
         let (old, new) = (self.get("rope_scaling"), self.get("rope_parameters"));
         let same = |key: &str| {

@@ -24,6 +24,8 @@ pub(super) fn config(
 ) -> Result<Map<String, Value>, ExportError> {
     let mut layer = llama::config(checkpoint, target, layer_ids)?;
     layer.retain(|key, _| !OUTER.contains(&key.as_str()) && key != "norm_before_residual");
+    // vLLM counts the aux states here, and takes three where nothing is said.
+    layer.insert("num_aux_hidden_states".into(), checkpoint.state.draft.num_aux.into());
     let architectures = target.raw().get("architectures").cloned().unwrap_or(json!([]));
     let mut config = Map::new();
     let mut put = |key: &str, value: Value| config.insert(key.to_owned(), value);
