@@ -63,7 +63,8 @@ fn run_with(
     let intake = Intake::open(&config.intake(), &encoder, Some(&manifest))?;
     let units = intake.batches(config.run.batch_tokens);
     let (written, died) = std::thread::scope(|scope| {
-        let writer = Writer::start(scope, ShardSink::new(&manifest, config.run.shard_bytes));
+        let sink = ShardSink::new(&manifest, config.run.shard_bytes);
+        let writer = Writer::start(scope, sink).map_err(PipelineError::WriterThread)?;
         let died = extract(units, &mut attempts, (&writer, &manifest), &mut progress, stop)?;
         if died.as_ref().is_some_and(TargetError::is_death) {
             last_resort.arm(GRACE, EXIT_DIED);
@@ -105,7 +106,7 @@ fn extract(
         let parts = match attempts.run(batch) {
             Ok(parts) => parts,
             Err(error) => {
-                if error.is_death() {
+                if error.is_death() && attempts.is_open() {
                     manifest.record_failure(&ids, &in_words(&error))?;
                 }
                 return Ok(Some(error));

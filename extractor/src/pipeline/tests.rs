@@ -181,6 +181,22 @@ fn a_sample_that_kills_three_times_becomes_a_reject_and_takes_no_other_with_it()
 }
 
 #[test]
+fn a_target_that_cannot_start_is_held_against_no_sample() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path());
+    let refuses = |_: &EngineOptions| -> Result<Box<dyn TargetModel>, TargetError> {
+        Err(TargetError::RankThread { rank: 1, source: std::io::ErrorKind::WouldBlock.into() })
+    };
+    for _ in 0..5 {
+        let error = run_with(&config, &Shutdown::default(), &refuses).unwrap_err();
+        assert_eq!(error.exit_code(), 75);
+        assert_eq!(lines(dir.path()), (0, 0, 8));
+    }
+    run_faulty(dir.path(), &[]).unwrap();
+    assert_eq!(lines(dir.path()), (8, 0, 0));
+}
+
+#[test]
 fn a_batch_that_needs_too_much_memory_is_split_and_a_sample_that_does_is_rejected() {
     let dir = tempfile::tempdir().unwrap();
     let full = [on_rank_1(When::LargerThan(26), Kind::OutOfMemory)];
