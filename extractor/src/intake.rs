@@ -4,7 +4,9 @@
 use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 
-use shared::manifest::{Failure, Manifest, ManifestError, SourceOutcome, SourceRecord, SourceRow};
+use shared::manifest::{
+    Failure, InputFile, Manifest, ManifestError, SourceOutcome, SourceRecord, SourceRow,
+};
 use shared::{SampleId, TokenSample};
 use thiserror::Error;
 
@@ -113,6 +115,12 @@ impl<'a> Intake<'a> {
         let failures = manifest.map_or(Ok(HashMap::new()), Manifest::failures)?;
         let lines_left = options.limit.unwrap_or(u64::MAX);
         Ok(Self { lines, encoder, known, seen, failures, lines_left })
+    }
+
+    /// Reads no line that the survey of the input files has not counted; a later run does.
+    pub fn within(mut self, inputs: &[InputFile]) -> Self {
+        self.lines = self.lines.until(inputs.iter().map(|input| input.lines + input.blank));
+        self
     }
 
     /// Groups the fresh samples, in input order, into batches of at most `batch_tokens`. A sample

@@ -60,7 +60,7 @@ fn run_with(
     let mut last_resort = LastResort::default();
     let (options, layers) = (config.engine_options()?, contract.layers.as_slice());
     let mut attempts = Attempts { open, options, layers, target: None };
-    let intake = Intake::open(&config.intake(), &encoder, Some(&manifest))?;
+    let intake = Intake::open(&config.intake(), &encoder, Some(&manifest))?.within(&plan.inputs);
     let units = intake.batches(config.run.batch_tokens);
     let (written, died) = std::thread::scope(|scope| {
         let sink = ShardSink::new(&manifest, config.run.shard_bytes);

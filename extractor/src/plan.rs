@@ -126,7 +126,7 @@ pub struct Plan {
     pub seconds: f64,
     /// Largest share of rejects with which the run succeeds.
     pub reject_limit: f64,
-    /// The input files.
+    /// The input files as they were before the first line was looked at.
     #[serde(skip)]
     pub inputs: Vec<InputFile>,
 }
@@ -163,14 +163,15 @@ impl Plan {
         };
         let options = config.intake();
         let mut batcher = Batcher::new(options.batch_tokens);
-        for admission in Intake::open(&options, encoder, manifest)? {
-            plan.count(admission?, &mut batcher);
-        }
-        plan.batches += u64::from(batcher.finish().is_some());
+        let intake = Intake::open(&options, encoder, manifest)?;
         for path in &options.prompts {
             let read = |source| PlanError::Read { path: path.clone(), source };
             plan.inputs.push(input_file::survey(path).map_err(read)?);
         }
+        for admission in intake.within(&plan.inputs) {
+            plan.count(admission?, &mut batcher);
+        }
+        plan.batches += u64::from(batcher.finish().is_some());
         plan.state_bytes = plan.tokens * contract.bytes_per_token() as u64;
         plan.total_bytes = plan.state_bytes + plan.tokens * 5;
         let (model, dataset) = (config.model()?, config.run.dataset.as_deref());

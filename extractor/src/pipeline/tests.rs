@@ -197,6 +197,25 @@ fn a_target_that_cannot_start_is_held_against_no_sample() {
 }
 
 #[test]
+fn lines_that_are_appended_during_a_run_are_left_to_the_next() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path());
+    let path = &config.data.prompts[0];
+    let first = std::fs::read_to_string(path).unwrap().lines().next().unwrap().to_owned();
+    let more = format!("not json\n{}\n", first.replace("[100,", "[99,"));
+    // The target is opened for the first batch, when the plan is made.
+    let open = |options: &EngineOptions| -> Result<Box<dyn TargetModel>, TargetError> {
+        let mut file = std::fs::OpenOptions::new().append(true).open(path).unwrap();
+        std::io::Write::write_all(&mut file, more.as_bytes()).unwrap();
+        target::open(options)
+    };
+    run_with(&config, &Shutdown::default(), &open).unwrap();
+    assert_eq!(lines(dir.path()), (8, 0, 0));
+    run_with(&config, &Shutdown::default(), &target::open).unwrap();
+    assert_eq!(lines(dir.path()), (9, 1, 0));
+}
+
+#[test]
 fn a_batch_that_needs_too_much_memory_is_split_and_a_sample_that_does_is_rejected() {
     let dir = tempfile::tempdir().unwrap();
     let full = [on_rank_1(When::LargerThan(26), Kind::OutOfMemory)];
