@@ -119,6 +119,32 @@ fn a_line_that_changed_since_its_run_is_named() {
 }
 
 #[test]
+fn a_rejected_line_may_be_mended_and_one_that_was_unfinished_completed() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path();
+    small::write_prompts(dir, 5);
+    let path = dir.join("prompts.jsonl");
+    let whole = fs::read_to_string(&path).unwrap();
+    let whole: Vec<&str> = whole.lines().filter(|line| line.starts_with('{')).take(5).collect();
+    let half = &whole[3][..whole[3].len() / 2];
+    fs::write(&path, [&whole[..1], &["not json"], &whole[2..3], &[half]].concat().join("\n"))
+        .unwrap();
+    let first = again(dir, &["--max-tokens", "512"]).expect_code(0).stdout;
+    assert!(
+        first.contains("4 lines = 2 committed + 0 duplicate + 2 rejected + 0 pending"),
+        "{first}"
+    );
+    // Mended to a line that is there already, and to one that is new.
+    fs::write(&path, [&whole[..1], &whole[..1], &whole[2..]].concat().join("\n")).unwrap();
+    let mended = again(dir, &["--max-tokens", "512"]).expect_code(0).stdout;
+    assert!(
+        mended.contains("5 lines = 4 committed + 1 duplicate + 0 rejected + 0 pending"),
+        "{mended}"
+    );
+    small::assert_clean(dir, "ds");
+}
+
+#[test]
 fn settings_that_decide_no_bytes_may_change_and_are_recorded() {
     let home = tempfile::tempdir().unwrap();
     let dir = home.path();

@@ -140,10 +140,14 @@ impl<'a> Intake<'a> {
         };
         let file = line.source.file.display().to_string();
         if let Some(row) = self.known.get(&file).and_then(|rows| rows.get(&line.source.line)) {
-            if row.digest != line.digest {
-                return Err(IntakeError::ChangedLine { file, line: line.source.line });
+            match (row.digest == line.digest, &row.outcome) {
+                (true, _) => return Ok(Admission::Known),
+                // Nothing was made of it, so it may be mended, or be whole at last.
+                (false, SourceOutcome::Rejected(_)) => {}
+                (false, _) => {
+                    return Err(IntakeError::ChangedLine { file, line: line.source.line });
+                }
             }
-            return Ok(Admission::Known);
         }
         let encoded = match line.parsed.and_then(|it| self.encoder.encode(&it)) {
             Ok(encoded) => encoded,
