@@ -243,6 +243,27 @@ fn states_that_are_not_finite_are_quarantined_counted_and_fail_the_run() {
     }
 }
 
+#[test]
+fn lines_that_repeat_a_quarantined_sample_are_rejected_with_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path());
+    let path = &config.data.prompts[0];
+    let text = std::fs::read_to_string(path).unwrap();
+    let bad = text.lines().nth(3).unwrap();
+    // Once before the sample has been run, once after.
+    let text = text.replace(bad, &format!("{bad}\n{bad}")) + bad;
+    shared::durable::write_file(path, text.as_bytes()).unwrap();
+    for kind in [Kind::Value(LayerIndex(7), f32::NAN), Kind::OutOfMemory] {
+        let fault = Fault { rank: 0, when: When::HasSequence(23), kind };
+        let outcome = run_config(&config, &[fault]).map(|report| report.outcome);
+        let finished =
+            matches!(outcome, Ok(Outcome::Completed) | Err(PipelineError::NonFinite { .. }));
+        assert!(finished, "{kind:?}: {outcome:?}");
+        assert_eq!(lines(dir.path()), (7, 3, 0), "{kind:?}");
+        std::fs::remove_dir_all(dir.path().join("ds")).unwrap();
+    }
+}
+
 /// The run of [`config`] on one GPU.
 fn config_on_gpu(dir: &Path) -> ExtractConfig {
     let mut config = config(dir);
