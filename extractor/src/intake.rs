@@ -14,6 +14,7 @@ use crate::batch::{Batcher, TokenBatch};
 use crate::encode::Encoder;
 use crate::prompts::{Line, Prompts, PromptsError};
 use crate::reject::{Reject, RejectReason};
+use crate::shutdown::Shutdown;
 
 /// A sample at which the target died so often is a reject.
 pub const MAX_FAILURES: u64 = 3;
@@ -93,6 +94,7 @@ pub struct Intake<'a> {
     seen: HashSet<SampleId>,
     failures: HashMap<SampleId, Failure>,
     lines_left: u64,
+    stop: Shutdown,
 }
 
 impl<'a> Intake<'a> {
@@ -114,12 +116,19 @@ impl<'a> Intake<'a> {
         }
         let failures = manifest.map_or(Ok(HashMap::new()), Manifest::failures)?;
         let lines_left = options.limit.unwrap_or(u64::MAX);
-        Ok(Self { lines, encoder, known, seen, failures, lines_left })
+        let stop = Shutdown::default();
+        Ok(Self { lines, encoder, known, seen, failures, lines_left, stop })
     }
 
     /// Reads no line that the survey of the input files has not counted; a later run does.
     pub fn within(mut self, inputs: &[InputFile]) -> Self {
         self.lines = self.lines.until(inputs.iter().map(|input| input.lines + input.blank));
+        self
+    }
+
+    /// Ends, as if the input did, once a stop is asked for.
+    pub fn while_not(mut self, stop: &Shutdown) -> Self {
+        self.stop = stop.clone();
         self
     }
 
@@ -180,6 +189,9 @@ impl Iterator for Intake<'_> {
     type Item = Result<Admission, IntakeError>;
 
     fn next(&mut self) -> Option<Self::Item> {
+        if self.stop.requested() {
+            return None;
+        }
         self.lines_left = self.lines_left.checked_sub(1)?;
         let line = self.lines.next()?;
         Some(line.map_err(IntakeError::from).and_then(|line| self.admit(line)))

@@ -33,7 +33,8 @@ const GRACE: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 60 });
 /// conversation -> tokens + loss mask -> batch -> ranks -> capture -> shard -> manifest
 ///
 /// Rerunning continues: lines that have an outcome are skipped. Stops between batches when asked
-/// to, or when the target dies; whatever was captured by then is committed.
+/// to, or when the target dies; whatever was captured by then is committed. A run that is stopped
+/// before its plan is made leaves no record.
 pub fn run(config: &ExtractConfig, stop: &Shutdown) -> Result<RunReport, PipelineError> {
     run_with(config, stop, &target::open)
 }
@@ -50,7 +51,10 @@ fn run_with(
     let encoder = Encoder::load(model, config.data.encode_options(spec.vocab_size))?;
     let fingerprint = fingerprint(config, &encoder, &contract)?;
     let manifest = Manifest::open_for_write(config.dataset()?, &fingerprint, &contract)?;
-    let plan = Plan::make(config, &encoder, &contract, Some(&manifest))?;
+    let plan = Plan::make(config, &encoder, &contract, Some(&manifest), stop)?;
+    if stop.requested() {
+        return Ok(RunReport::nothing_done(manifest.conservation()?));
+    }
     plan.require_space()?;
     target_dir::publish(manifest.dir(), model, &spec)?;
 
@@ -60,7 +64,8 @@ fn run_with(
     let mut last_resort = LastResort::default();
     let (options, layers) = (config.engine_options()?, contract.layers.as_slice());
     let mut attempts = Attempts { open, options, layers, target: None };
-    let intake = Intake::open(&config.intake(), &encoder, Some(&manifest))?.within(&plan.inputs);
+    let intake = Intake::open(&config.intake(), &encoder, Some(&manifest))?;
+    let intake = intake.within(&plan.inputs).while_not(stop);
     let units = intake.batches(config.run.batch_tokens);
     let (written, died) = std::thread::scope(|scope| {
         let sink = ShardSink::new(&manifest, config.run.shard_bytes);

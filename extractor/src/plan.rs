@@ -15,6 +15,7 @@ use crate::encode::{Encoder, EncoderError};
 use crate::input_file;
 use crate::intake::{Admission, Intake, IntakeError};
 use crate::reject::{Reject, RejectReason};
+use crate::shutdown::Shutdown;
 use crate::target::{TargetError, TargetSpec};
 use crate::target_dir;
 
@@ -142,19 +143,22 @@ impl Plan {
             Some(dir) if dir.join("manifest.sqlite").is_file() => Some(Manifest::open_read(dir)?),
             _ => None,
         };
-        let mut plan = Self::make(config, &encoder, &contract, manifest.as_ref())?;
+        let stop = Shutdown::default();
+        let mut plan = Self::make(config, &encoder, &contract, manifest.as_ref(), &stop)?;
         plan.rate_assumed = rate.is_none();
         plan.tokens_per_second = rate.unwrap_or(ASSUMED_TOKENS_PER_SECOND);
         plan.seconds = plan.tokens as f64 / plan.tokens_per_second;
         Ok(plan)
     }
 
-    /// Encodes every line of the input that has no outcome in `manifest`.
+    /// Encodes every line of the input that has no outcome in `manifest`. Once a stop is asked for
+    /// no further file or line is looked at, and what comes back is no plan of the whole.
     pub fn make(
         config: &ExtractConfig,
         encoder: &Encoder,
         contract: &CaptureSpec,
         manifest: Option<&Manifest>,
+        stop: &Shutdown,
     ) -> Result<Self, PlanError> {
         let mut plan = Self {
             layers: contract.layers.iter().map(|layer| layer.0).collect(),
@@ -164,11 +168,11 @@ impl Plan {
         let options = config.intake();
         let mut batcher = Batcher::new(options.batch_tokens);
         let intake = Intake::open(&options, encoder, manifest)?;
-        for path in &options.prompts {
+        for path in options.prompts.iter().take_while(|_| !stop.requested()) {
             let read = |source| PlanError::Read { path: path.clone(), source };
             plan.inputs.push(input_file::survey(path).map_err(read)?);
         }
-        for admission in intake.within(&plan.inputs) {
+        for admission in intake.within(&plan.inputs).while_not(stop) {
             plan.count(admission?, &mut batcher);
         }
         plan.batches += u64::from(batcher.finish().is_some());

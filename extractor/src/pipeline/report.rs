@@ -126,6 +126,14 @@ pub struct RunReport {
     pub tokens_per_second: f64,
 }
 
+impl RunReport {
+    /// The report of a run that was stopped before it began.
+    pub(super) fn nothing_done(conservation: Conservation) -> Self {
+        let (outcome, written) = (Outcome::Stopped, Written::default());
+        Self { outcome, written, conservation, seconds: 0.0, tokens_per_second: 0.0 }
+    }
+}
+
 /// The row of a run in the manifest, from its start to its end.
 pub(super) struct Record<'a> {
     manifest: &'a Manifest,

@@ -264,6 +264,27 @@ fn lines_that_repeat_a_quarantined_sample_are_rejected_with_it() {
     }
 }
 
+#[test]
+fn a_stop_is_heard_while_the_run_is_planned() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path());
+    let model = config.model().unwrap();
+    let spec = TargetSpec::read(model).unwrap();
+    let encoder = Encoder::load(model, config.data.encode_options(spec.vocab_size)).unwrap();
+    let contract = config.capture_spec(&spec).unwrap();
+    let stop = Shutdown::default();
+    let plan = |stop| Plan::make(&config, &encoder, &contract, None, stop).unwrap().lines;
+    assert_eq!(plan(&stop), 8);
+    stop.request();
+    assert_eq!(plan(&stop), 0);
+    let report = run_with(&config, &stop, &target::open).unwrap();
+    assert_eq!(report.outcome, Outcome::Stopped);
+    // Neither the files nor the run were registered.
+    assert_eq!(lines(dir.path()), (0, 0, 0));
+    run_faulty(dir.path(), &[]).unwrap();
+    assert_eq!(lines(dir.path()), (8, 0, 0));
+}
+
 /// The run of [`config`] on one GPU.
 fn config_on_gpu(dir: &Path) -> ExtractConfig {
     let mut config = config(dir);
