@@ -18,7 +18,7 @@ use self::writer::{Work, Writer};
 use crate::address_space;
 use crate::config::ExtractConfig;
 use crate::encode::Encoder;
-use crate::fingerprint::fingerprint;
+use crate::fingerprint::{as_begun, fingerprint};
 use crate::intake::{Intake, IntakeError, WorkUnit};
 use crate::plan::Plan;
 use crate::progress::Progress;
@@ -49,8 +49,10 @@ fn run_with(
     let spec = TargetSpec::read(model)?;
     let contract = config.capture_spec(&spec)?;
     let encoder = Encoder::load(model, config.data.encode_options(spec.vocab_size))?;
-    let fingerprint = fingerprint(config, &encoder, &contract)?;
-    let manifest = Manifest::open_for_write(config.dataset()?, &fingerprint, &contract)?;
+    let dataset = config.dataset()?;
+    let fingerprint = fingerprint(config, &spec, &encoder, &contract)?;
+    let fingerprint = as_begun(fingerprint, &encoder, dataset)?;
+    let manifest = Manifest::open_for_write(dataset, &fingerprint, &contract)?;
     let plan = Plan::make(config, &encoder, &contract, Some(&manifest), stop)?;
     if stop.requested() {
         return Ok(RunReport::nothing_done(manifest.conservation()?));
