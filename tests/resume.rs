@@ -7,7 +7,12 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use aerie_tests::{Finished, extractor, small, trainer};
-use shared::CapturedSample;
+use shared::{
+    CapturedSample, DatasetDir, Manifest, ShardId, ShardWriter, SourceOutcome, SourceRecord,
+};
+
+/// Another token by the name of the first.
+const NAMED: [&str; 2] = ["\"bos_token\": \"[BOS]\"", "\"bos_token\": \"[EOS]\""];
 
 fn copy_model(to: &Path) -> PathBuf {
     fs::create_dir(to).unwrap();
@@ -16,6 +21,14 @@ fn copy_model(to: &Path) -> PathBuf {
         fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
     }
     to.to_owned()
+}
+
+/// A copy of the bundled model with another text in one of its files.
+fn edited_model(to: &Path, file: &str, [from, by]: [&str; 2]) {
+    let path = copy_model(to).join(file);
+    let text = fs::read_to_string(&path).unwrap();
+    assert!(text.contains(from), "{file} has no {from}");
+    fs::write(&path, text.replace(from, by)).unwrap();
 }
 
 fn again(dir: &Path, changes: &[&str]) -> Finished {
@@ -62,6 +75,18 @@ fn each_setting_that_decides_the_bytes_is_refused_with_both_values() {
     *bytes.last_mut().unwrap() ^= 1;
     fs::write(&path, bytes).unwrap();
 
+    for (name, file, texts) in [
+        ("theta", "config.json", ["\"rope_theta\": 50000.0", "\"rope_theta\": 40000"]),
+        ("yarn", "config.json", ["\"factor\": 4.0", "\"factor\": 8.0"]),
+        ("eps", "config.json", ["\"rms_norm_eps\": 1e-05", "\"rms_norm_eps\": 1e-06"]),
+        ("experts", "config.json", ["\"num_experts_per_tok\": 2", "\"num_experts_per_tok\": 3"]),
+        ("scale", "config.json", ["2.827", "2.5"]),
+        ("named", "tokenizer_config.json", NAMED),
+        ("stop", "generation_config.json", ["3842", "3843"]),
+    ] {
+        edited_model(&dir.join(name), file, texts);
+    }
+
     for (flags, field, values) in [
         (&["--revision", "abc"][..], "target.revision", ["``", "`abc`"]),
         (&["--tp", "2"], "target.tp", ["`1`", "`2`"]),
@@ -73,6 +98,13 @@ fn each_setting_that_decides_the_bytes_is_refused_with_both_values() {
         (&["--dtype", "fp8"], "dtype", ["bf16", "fp8"]),
         (&["--model", "template"], "tokenizer_and_template", ["stored", "now"]),
         (&["--model", "weights"], "target.weights", ["stored", "now"]),
+        (&["--model", "theta"], "target.config.rope_theta", ["`50000.0`", "`40000.0`"]),
+        (&["--model", "yarn"], "target.config.rope_scaling", ["\"factor\":4.0", "\"factor\":8.0"]),
+        (&["--model", "eps"], "target.config.rms_norm_eps", ["`0.00001`", "`0.000001`"]),
+        (&["--model", "experts"], "target.config.num_experts_per_tok", ["`2`", "`3`"]),
+        (&["--model", "scale"], "target.config.routed_scaling_factor", ["`2.827`", "`2.5`"]),
+        (&["--model", "named"], "tokenizer.named_tokens.bos_token", ["`[BOS]`", "`[EOS]`"]),
+        (&["--model", "stop"], "tokenizer.stop_ids", ["`3841,3842`", "`3841,3842,3843`"]),
     ] {
         let refused = again(dir, flags).expect_code(78);
         let words = &refused.stderr;
@@ -89,6 +121,62 @@ fn each_setting_that_decides_the_bytes_is_refused_with_both_values() {
         leftover,
         extractor(dir, &["query", "ds", "shards", "--json"]).stdout.lines().count()
     );
+}
+
+/// The data set as the version before wrote it: without what the model's JSON files decide.
+fn copy_as_begun_earlier(dir: &Path) {
+    let new = Manifest::open_read(&dir.join("ds")).unwrap();
+    let mut fingerprint = new.fingerprint().clone();
+    for name in ["target.config", "tokenizer.named_tokens", "tokenizer.stop_ids"] {
+        assert!(fingerprint.fields.remove(name).is_some(), "no {name}");
+    }
+    let place = DatasetDir::new(dir.join("old"));
+    let spec = new.spec();
+    let old = Manifest::open_for_write(place.root(), &fingerprint, spec).unwrap();
+    let digest = fingerprint.digest();
+    let mut writer = ShardWriter::create(&place, ShardId(0), spec, &digest).unwrap();
+    let known = new.known_sources("prompts.jsonl").unwrap();
+    let mut lines = Vec::new();
+    for row in new.samples().unwrap() {
+        let digest = known[&row.source_line].digest;
+        let outcome = SourceOutcome::Committed(row.id);
+        let (file, line, truncated) = (row.source_file, row.source_line, row.truncated);
+        lines.push(SourceRecord { file, line, digest, outcome, truncated });
+        writer.push(&small::contents(&dir.join("ds"))[&row.id]).unwrap();
+    }
+    old.commit_shard(&writer.seal().unwrap(), &lines).unwrap();
+    for entry in fs::read_dir(dir.join("ds/target")).unwrap() {
+        let entry = entry.unwrap();
+        fs::copy(entry.path(), place.target().join(entry.file_name())).unwrap();
+    }
+}
+
+#[test]
+fn a_data_set_of_an_earlier_version_goes_on_with_the_model_that_it_has_copies_of() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path();
+    small::write_prompts(dir, 10);
+    again(dir, &["--limit", "4"]).expect_code(0);
+    copy_as_begun_earlier(dir);
+    let run = |flags: &[&str]| extractor(dir, &small::run_args_with("old", flags));
+    for (name, file, texts, field) in [
+        ("theta", "config.json", ["50000.0", "40000.0"], "target.config.rope_theta"),
+        ("named", "tokenizer_config.json", NAMED, "tokenizer.named_tokens.bos_token"),
+        ("stop", "generation_config.json", ["3842", "3843"], "tokenizer.stop_ids"),
+    ] {
+        edited_model(&dir.join(name), file, texts);
+        let refused = run(&["--model", name]).expect_code(78);
+        assert!(refused.stderr.contains(field), "{name}: {refused:?}");
+    }
+    run(&[]).expect_code(0);
+    small::assert_clean(dir, "old");
+    again(dir, &[]).expect_code(0);
+    assert!(small::contents(&dir.join("old")) == small::contents(&dir.join("ds")));
+    // Without the copies there is nothing to compare with, and the samples are as good as before.
+    fs::remove_dir_all(dir.join("old/target")).unwrap();
+    let unknown = run(&[]).expect_code(0);
+    assert!(unknown.stderr.contains("no config.json to compare"), "{unknown:?}");
+    small::assert_clean(dir, "old");
 }
 
 #[test]
@@ -115,6 +203,32 @@ fn a_line_that_changed_since_its_run_is_named() {
     fs::write(&path, changed).unwrap();
     let refused = small::run(dir, "ds").expect_code(65);
     assert!(refused.stderr.contains("prompts.jsonl:1 changed since"), "{refused:?}");
+    small::assert_clean(dir, "ds");
+}
+
+#[test]
+fn a_rejected_line_may_be_mended_and_one_that_was_unfinished_completed() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path();
+    small::write_prompts(dir, 5);
+    let path = dir.join("prompts.jsonl");
+    let whole = fs::read_to_string(&path).unwrap();
+    let whole: Vec<&str> = whole.lines().filter(|line| line.starts_with('{')).take(5).collect();
+    let half = &whole[3][..whole[3].len() / 2];
+    fs::write(&path, [&whole[..1], &["not json"], &whole[2..3], &[half]].concat().join("\n"))
+        .unwrap();
+    let first = again(dir, &["--max-tokens", "512"]).expect_code(0).stdout;
+    assert!(
+        first.contains("4 lines = 2 committed + 0 duplicate + 2 rejected + 0 pending"),
+        "{first}"
+    );
+    // Mended to a line that is there already, and to one that is new.
+    fs::write(&path, [&whole[..1], &whole[..1], &whole[2..]].concat().join("\n")).unwrap();
+    let mended = again(dir, &["--max-tokens", "512"]).expect_code(0).stdout;
+    assert!(
+        mended.contains("5 lines = 4 committed + 1 duplicate + 0 rejected + 0 pending"),
+        "{mended}"
+    );
     small::assert_clean(dir, "ds");
 }
 

@@ -4,7 +4,9 @@
 use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 
-use shared::manifest::{Failure, Manifest, ManifestError, SourceOutcome, SourceRecord, SourceRow};
+use shared::manifest::{
+    Failure, InputFile, Manifest, ManifestError, SourceOutcome, SourceRecord, SourceRow,
+};
 use shared::{SampleId, TokenSample};
 use thiserror::Error;
 
@@ -12,6 +14,7 @@ use crate::batch::{Batcher, TokenBatch};
 use crate::encode::Encoder;
 use crate::prompts::{Line, Prompts, PromptsError};
 use crate::reject::{Reject, RejectReason};
+use crate::shutdown::Shutdown;
 
 /// A sample at which the target died so often is a reject.
 pub const MAX_FAILURES: u64 = 3;
@@ -101,6 +104,7 @@ pub struct Intake<'a> {
     seen: HashSet<SampleId>,
     failures: HashMap<SampleId, Failure>,
     lines_left: u64,
+    stop: Shutdown,
 }
 
 impl<'a> Intake<'a> {
@@ -122,7 +126,20 @@ impl<'a> Intake<'a> {
         }
         let failures = manifest.map_or(Ok(HashMap::new()), Manifest::failures)?;
         let lines_left = options.limit.unwrap_or(u64::MAX);
-        Ok(Self { lines, encoder, known, seen, failures, lines_left })
+        let stop = Shutdown::default();
+        Ok(Self { lines, encoder, known, seen, failures, lines_left, stop })
+    }
+
+    /// Reads no line that the survey of the input files has not counted; a later run does.
+    pub fn within(mut self, inputs: &[InputFile]) -> Self {
+        self.lines = self.lines.until(inputs.iter().map(|input| input.lines + input.blank));
+        self
+    }
+
+    /// Ends, as if the input did, once a stop is asked for.
+    pub fn while_not(mut self, stop: &Shutdown) -> Self {
+        self.stop = stop.clone();
+        self
     }
 
     /// Groups the fresh samples, in input order, into batches of at most `batch_tokens`. A sample
@@ -142,10 +159,14 @@ impl<'a> Intake<'a> {
         };
         let file = line.source.file.display().to_string();
         if let Some(row) = self.known.get(&file).and_then(|rows| rows.get(&line.source.line)) {
-            if row.digest != line.digest {
-                return Err(IntakeError::ChangedLine { file, line: line.source.line });
+            match (row.digest == line.digest, &row.outcome) {
+                (true, _) => return Ok(Admission::Known),
+                // Nothing was made of it, so it may be mended, or be whole at last.
+                (false, SourceOutcome::Rejected(_)) => {}
+                (false, _) => {
+                    return Err(IntakeError::ChangedLine { file, line: line.source.line });
+                }
             }
-            return Ok(Admission::Known);
         }
         let encoded = match line.parsed.and_then(|it| self.encoder.encode(&it)) {
             Ok(encoded) => encoded,
@@ -183,6 +204,9 @@ impl Iterator for Intake<'_> {
     type Item = Result<Admission, IntakeError>;
 
     fn next(&mut self) -> Option<Self::Item> {
+        if self.stop.requested() {
+            return None;
+        }
         self.lines_left = self.lines_left.checked_sub(1)?;
         let line = self.lines.next()?;
         Some(line.map_err(IntakeError::from).and_then(|line| self.admit(line)))

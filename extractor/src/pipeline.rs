@@ -18,7 +18,7 @@ use self::writer::{Work, Writer};
 use crate::address_space;
 use crate::config::ExtractConfig;
 use crate::encode::Encoder;
-use crate::fingerprint::fingerprint;
+use crate::fingerprint::{as_begun, fingerprint};
 use crate::intake::{Intake, IntakeError, WorkUnit};
 use crate::plan::Plan;
 use crate::progress::Progress;
@@ -33,7 +33,8 @@ const GRACE: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 60 });
 /// conversation -> tokens + loss mask -> batch -> ranks -> capture -> shard -> manifest
 ///
 /// Rerunning continues: lines that have an outcome are skipped. Stops between batches when asked
-/// to, or when the target dies; whatever was captured by then is committed.
+/// to, or when the target dies; whatever was captured by then is committed. A run that is stopped
+/// before its plan is made leaves no record.
 pub fn run(config: &ExtractConfig, stop: &Shutdown) -> Result<RunReport, PipelineError> {
     run_with(config, stop, &target::open)
 }
@@ -48,9 +49,14 @@ fn run_with(
     let spec = TargetSpec::read(model)?;
     let contract = config.capture_spec(&spec)?;
     let encoder = Encoder::load(model, config.data.encode_options(&spec))?;
-    let fingerprint = fingerprint(config, &encoder, &contract)?;
-    let manifest = Manifest::open_for_write(config.dataset()?, &fingerprint, &contract)?;
-    let plan = Plan::make(config, &encoder, &contract, Some(&manifest))?;
+    let dataset = config.dataset()?;
+    let fingerprint = fingerprint(config, &spec, &encoder, &contract)?;
+    let fingerprint = as_begun(fingerprint, &encoder, dataset)?;
+    let manifest = Manifest::open_for_write(dataset, &fingerprint, &contract)?;
+    let plan = Plan::make(config, &encoder, &contract, Some(&manifest), stop)?;
+    if stop.requested() {
+        return Ok(RunReport::nothing_done(manifest.conservation()?));
+    }
     plan.require_space()?;
     target_dir::publish(manifest.dir(), model, &spec)?;
 
@@ -61,9 +67,11 @@ fn run_with(
     let (options, layers) = (config.engine_options()?, contract.layers.as_slice());
     let mut attempts = Attempts { open, options, layers, target: None };
     let intake = Intake::open(&config.intake(), &encoder, Some(&manifest))?;
+    let intake = intake.within(&plan.inputs).while_not(stop);
     let units = intake.batches(config.run.batch_tokens);
     let (written, died) = std::thread::scope(|scope| {
-        let writer = Writer::start(scope, ShardSink::new(&manifest, config.run.shard_bytes));
+        let sink = ShardSink::new(&manifest, config.run.shard_bytes);
+        let writer = Writer::start(scope, sink).map_err(PipelineError::WriterThread)?;
         let died = extract(units, &mut attempts, (&writer, &manifest), &mut progress, stop)?;
         if died.as_ref().is_some_and(TargetError::is_death) {
             last_resort.arm(GRACE, EXIT_DIED);
@@ -105,7 +113,7 @@ fn extract(
         let parts = match attempts.run(batch) {
             Ok(parts) => parts,
             Err(error) => {
-                if error.is_death() {
+                if error.is_death() && attempts.is_open() {
                     manifest.record_failure(&ids, &in_words(&error))?;
                 }
                 return Ok(Some(error));

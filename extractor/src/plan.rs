@@ -15,6 +15,7 @@ use crate::encode::{Encoder, EncoderError};
 use crate::input_file;
 use crate::intake::{Admission, Intake, IntakeError};
 use crate::reject::{Reject, RejectReason};
+use crate::shutdown::Shutdown;
 use crate::target::{TargetError, TargetSpec};
 use crate::target_dir;
 
@@ -126,7 +127,7 @@ pub struct Plan {
     pub seconds: f64,
     /// Largest share of rejects with which the run succeeds.
     pub reject_limit: f64,
-    /// The input files.
+    /// The input files as they were before the first line was looked at.
     #[serde(skip)]
     pub inputs: Vec<InputFile>,
 }
@@ -142,19 +143,22 @@ impl Plan {
             Some(dir) if dir.join("manifest.sqlite").is_file() => Some(Manifest::open_read(dir)?),
             _ => None,
         };
-        let mut plan = Self::make(config, &encoder, &contract, manifest.as_ref())?;
+        let stop = Shutdown::default();
+        let mut plan = Self::make(config, &encoder, &contract, manifest.as_ref(), &stop)?;
         plan.rate_assumed = rate.is_none();
         plan.tokens_per_second = rate.unwrap_or(ASSUMED_TOKENS_PER_SECOND);
         plan.seconds = plan.tokens as f64 / plan.tokens_per_second;
         Ok(plan)
     }
 
-    /// Encodes every line of the input that has no outcome in `manifest`.
+    /// Encodes every line of the input that has no outcome in `manifest`. Once a stop is asked for
+    /// no further file or line is looked at, and what comes back is no plan of the whole.
     pub fn make(
         config: &ExtractConfig,
         encoder: &Encoder,
         contract: &CaptureSpec,
         manifest: Option<&Manifest>,
+        stop: &Shutdown,
     ) -> Result<Self, PlanError> {
         let mut plan = Self {
             layers: contract.layers.iter().map(|layer| layer.0).collect(),
@@ -163,14 +167,15 @@ impl Plan {
         };
         let options = config.intake();
         let mut batcher = Batcher::new(options.batch_tokens);
-        for admission in Intake::open(&options, encoder, manifest)? {
-            plan.count(admission?, &mut batcher);
-        }
-        plan.batches += u64::from(batcher.finish().is_some());
-        for path in &options.prompts {
+        let intake = Intake::open(&options, encoder, manifest)?;
+        for path in options.prompts.iter().take_while(|_| !stop.requested()) {
             let read = |source| PlanError::Read { path: path.clone(), source };
             plan.inputs.push(input_file::survey(path).map_err(read)?);
         }
+        for admission in intake.within(&plan.inputs).while_not(stop) {
+            plan.count(admission?, &mut batcher);
+        }
+        plan.batches += u64::from(batcher.finish().is_some());
         plan.state_bytes = plan.tokens * contract.bytes_per_token() as u64;
         plan.total_bytes = plan.state_bytes + plan.tokens * 5;
         let (model, dataset) = (config.model()?, config.run.dataset.as_deref());

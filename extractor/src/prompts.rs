@@ -75,7 +75,8 @@ impl PromptsError {
 /// Iterator over the lines of all files, in the order named.
 #[derive(Debug)]
 pub struct Prompts {
-    waiting: VecDeque<PathBuf>,
+    /// Files, each with the number of the last line that is read.
+    waiting: VecDeque<(PathBuf, u64)>,
     open: Option<OpenFile>,
     bytes_read: u64,
     bytes_total: u64,
@@ -85,6 +86,7 @@ pub struct Prompts {
 struct OpenFile {
     path: Arc<Path>,
     reader: BufReader<File>,
+    last_line: u64,
     lines_read: u64,
     bytes_read: u64,
     yielded: bool,
@@ -106,8 +108,17 @@ impl Prompts {
             }
             bytes_total += bytes;
         }
-        let waiting = paths.iter().cloned().collect();
+        let waiting = paths.iter().map(|path| (path.clone(), u64::MAX)).collect();
         Ok(Self { waiting, open: None, bytes_read: 0, bytes_total })
+    }
+
+    /// Reads of each file, in the order named, no line with a number above its `last_lines`: a file
+    /// may grow while it is read. Called before the first line is taken.
+    pub fn until(mut self, last_lines: impl IntoIterator<Item = u64>) -> Self {
+        for ((_, last), line) in self.waiting.iter_mut().zip(last_lines) {
+            *last = line;
+        }
+        self
     }
 
     /// Bytes read so far and bytes of all files, for a progress bar.
@@ -119,10 +130,11 @@ impl Prompts {
     fn next_line(&mut self) -> Result<Option<Line>, PromptsError> {
         loop {
             let Some(file) = self.open.as_mut() else {
-                let Some(path) = self.waiting.pop_front() else { return Ok(None) };
+                let Some((path, last_line)) = self.waiting.pop_front() else { return Ok(None) };
                 self.open = Some(OpenFile {
                     reader: BufReader::with_capacity(1 << 18, open_regular(&path)?),
                     path: path.into(),
+                    last_line,
                     lines_read: 0,
                     bytes_read: 0,
                     yielded: false,
@@ -165,7 +177,7 @@ fn open_regular(path: &Path) -> Result<File, PromptsError> {
 
 impl OpenFile {
     fn next_line(&mut self) -> Result<Option<Line>, PromptsError> {
-        loop {
+        while self.lines_read < self.last_line {
             let raw = read_raw_line(&mut self.reader).map_err(|source| PromptsError::Read {
                 path: self.path.to_path_buf(),
                 line: self.lines_read,
@@ -188,6 +200,7 @@ impl OpenFile {
             };
             return Ok(Some(Line { source, digest: raw.digest(), parsed }));
         }
+        Ok(None)
     }
 }
 

@@ -214,21 +214,28 @@ impl<'a> ShardSink<'a> {
 
     /// Adds records of lines.
     pub fn note(&mut self, sources: Vec<SourceRecord>) {
-        for mut record in sources {
+        for record in sources {
             match record.outcome {
                 SourceOutcome::Committed(id) => {
                     self.origins.insert(id, record);
-                    continue;
                 }
-                SourceOutcome::Duplicate(id) => {
-                    if let Some(reason) = self.quarantined.get(&id) {
-                        record.outcome = SourceOutcome::Rejected(reason.clone());
-                    }
-                }
-                SourceOutcome::Rejected(_) => {}
+                SourceOutcome::Duplicate(_) | SourceOutcome::Rejected(_) => self.notes.push(record),
             }
-            self.notes.push(record);
         }
+    }
+
+    /// The notes, with a line that repeats a quarantined sample as rejected as the sample: before
+    /// the sample was run or after, whenever the line was read.
+    fn take_notes(&mut self) -> Vec<SourceRecord> {
+        let mut notes = std::mem::take(&mut self.notes);
+        for note in &mut notes {
+            if let SourceOutcome::Duplicate(id) = note.outcome
+                && let Some(reason) = self.quarantined.get(&id)
+            {
+                note.outcome = SourceOutcome::Rejected(reason.clone());
+            }
+        }
+        notes
     }
 
     fn push(&mut self, sample: CapturedSample) -> Result<(), SinkError> {
@@ -267,7 +274,8 @@ impl<'a> ShardSink<'a> {
                 entries().filter_map(|e| self.origins.remove(&e.sample_id)).collect();
             self.manifest.commit_shards(&sealed, &lines)?;
         }
-        self.manifest.record_sources(&std::mem::take(&mut self.notes))?;
+        let notes = self.take_notes();
+        self.manifest.record_sources(&notes)?;
         self.written.shards += sealed.len() as u64;
         self.written.bytes += sealed.iter().map(|shard| shard.bytes).sum::<u64>();
         self.written.samples += entries().count() as u64;

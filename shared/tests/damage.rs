@@ -62,10 +62,16 @@ fn swapped_shards_are_noticed() {
 fn leftovers_are_noticed_and_strangers_are_not_removed() {
     let dir = tempdir();
     let spec = two_shards(dir.path());
-    for name in [".shard-000009.safetensors.77.tmp", "shard-000009.safetensors", "notes.txt"] {
-        fs::write(dir.path().join("shards").join(name), "x").unwrap();
+    for name in [
+        "shards/.shard-000009.safetensors.77.tmp",
+        "shards/shard-000009.safetensors",
+        "shards/notes.txt",
+        "target/.head.safetensors.1.tmp",
+        ".settings.json.1.tmp",
+    ] {
+        fs::write(dir.path().join(name), "x").unwrap();
     }
-    assert_eq!(kinds(dir.path(), Verify::None), [FindingKind::Orphan; 3]);
+    assert_eq!(kinds(dir.path(), Verify::None), [FindingKind::Orphan; 5]);
     drop(Manifest::open_for_write(dir.path(), &fingerprint(), &spec).unwrap());
     let report = audit(dir.path(), Verify::None).unwrap();
     assert_eq!(report.findings.len(), 1);

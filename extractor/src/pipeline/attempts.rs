@@ -36,7 +36,7 @@ impl Attempts<'_> {
         while let Some(batch) = waiting.pop() {
             match self.prefill(&batch) {
                 Ok(capture) => parts.push(Part::Captured(batch, capture)),
-                Err(error @ TargetError::OutOfMemory { .. }) => {
+                Err(error @ TargetError::OutOfMemory { .. }) if self.is_open() => {
                     // An error ends the ranks, so the next part needs new ones.
                     self.target = None;
                     match batch.halves() {
@@ -51,6 +51,12 @@ impl Attempts<'_> {
             }
         }
         Ok(parts)
+    }
+
+    /// Whether an error of [`Self::run`] came from a target at work. One that could not be opened
+    /// has seen no sample.
+    pub(super) fn is_open(&self) -> bool {
+        self.target.is_some()
     }
 
     fn prefill(&mut self, batch: &TokenBatch) -> Result<Capture, TargetError> {

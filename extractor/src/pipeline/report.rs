@@ -13,7 +13,7 @@ use crate::intake::IntakeError;
 use crate::plan::{Plan, PlanError};
 use crate::progress::Progress;
 use crate::sink::{SinkError, Written};
-use crate::target::TargetError;
+use crate::target::{EXIT_DIED, TargetError};
 use crate::target_dir::TargetDirError;
 
 /// Largest share of samples with non-finite states with which a run still succeeds.
@@ -43,6 +43,12 @@ pub enum PipelineError {
     /// The target's part of the data set.
     #[error(transparent)]
     TargetDir(#[from] TargetDirError),
+    /// The thread that writes could not be started.
+    #[error(
+        "starting the thread that writes shards: the system allows no more threads now \
+         (`ulimit -u`, or the pids limit of a container)"
+    )]
+    WriterThread(#[source] std::io::Error),
     /// Shards.
     #[error(transparent)]
     Sink(#[from] SinkError),
@@ -87,6 +93,7 @@ impl PipelineError {
             Self::Intake(error) => error.exit_code(),
             Self::Target(error) => error.exit_code(),
             Self::TargetDir(error) => error.exit_code(),
+            Self::WriterThread(_) => EXIT_DIED,
             Self::Sink(error) => error.exit_code(),
             Self::Manifest(error) => error.exit_code(),
             Self::RejectRate { .. } | Self::NonFinite { .. } => 65,
@@ -117,6 +124,14 @@ pub struct RunReport {
     pub seconds: f64,
     /// Mean rate of this run.
     pub tokens_per_second: f64,
+}
+
+impl RunReport {
+    /// The report of a run that was stopped before it began.
+    pub(super) fn nothing_done(conservation: Conservation) -> Self {
+        let (outcome, written) = (Outcome::Stopped, Written::default());
+        Self { outcome, written, conservation, seconds: 0.0, tokens_per_second: 0.0 }
+    }
 }
 
 /// The row of a run in the manifest, from its start to its end.

@@ -181,6 +181,41 @@ fn a_sample_that_kills_three_times_becomes_a_reject_and_takes_no_other_with_it()
 }
 
 #[test]
+fn a_target_that_cannot_start_is_held_against_no_sample() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path());
+    let refuses = |_: &EngineOptions| -> Result<Box<dyn TargetModel>, TargetError> {
+        Err(TargetError::RankThread { rank: 1, source: std::io::ErrorKind::WouldBlock.into() })
+    };
+    for _ in 0..5 {
+        let error = run_with(&config, &Shutdown::default(), &refuses).unwrap_err();
+        assert_eq!(error.exit_code(), 75);
+        assert_eq!(lines(dir.path()), (0, 0, 8));
+    }
+    run_faulty(dir.path(), &[]).unwrap();
+    assert_eq!(lines(dir.path()), (8, 0, 0));
+}
+
+#[test]
+fn lines_that_are_appended_during_a_run_are_left_to_the_next() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path());
+    let path = &config.data.prompts[0];
+    let first = std::fs::read_to_string(path).unwrap().lines().next().unwrap().to_owned();
+    let more = format!("not json\n{}\n", first.replace("[100,", "[99,"));
+    // The target is opened for the first batch, when the plan is made.
+    let open = |options: &EngineOptions| -> Result<Box<dyn TargetModel>, TargetError> {
+        let mut file = std::fs::OpenOptions::new().append(true).open(path).unwrap();
+        std::io::Write::write_all(&mut file, more.as_bytes()).unwrap();
+        target::open(options)
+    };
+    run_with(&config, &Shutdown::default(), &open).unwrap();
+    assert_eq!(lines(dir.path()), (8, 0, 0));
+    run_with(&config, &Shutdown::default(), &target::open).unwrap();
+    assert_eq!(lines(dir.path()), (9, 1, 0));
+}
+
+#[test]
 fn a_batch_that_needs_too_much_memory_is_split_and_a_sample_that_does_is_rejected() {
     let dir = tempfile::tempdir().unwrap();
     let full = [on_rank_1(When::LargerThan(26), Kind::OutOfMemory)];
@@ -206,6 +241,48 @@ fn states_that_are_not_finite_are_quarantined_counted_and_fail_the_run() {
         assert!(reasons.contains("non_finite") && reasons.contains("layer 7"), "{reasons}");
         assert!(!reasons.contains("layer 2"), "{reasons}");
     }
+}
+
+#[test]
+fn lines_that_repeat_a_quarantined_sample_are_rejected_with_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path());
+    let path = &config.data.prompts[0];
+    let text = std::fs::read_to_string(path).unwrap();
+    let bad = text.lines().nth(3).unwrap();
+    // Once before the sample has been run, once after.
+    let text = text.replace(bad, &format!("{bad}\n{bad}")) + bad;
+    shared::durable::write_file(path, text.as_bytes()).unwrap();
+    for kind in [Kind::Value(LayerIndex(7), f32::NAN), Kind::OutOfMemory] {
+        let fault = Fault { rank: 0, when: When::HasSequence(23), kind };
+        let outcome = run_config(&config, &[fault]).map(|report| report.outcome);
+        let finished =
+            matches!(outcome, Ok(Outcome::Completed) | Err(PipelineError::NonFinite { .. }));
+        assert!(finished, "{kind:?}: {outcome:?}");
+        assert_eq!(lines(dir.path()), (7, 3, 0), "{kind:?}");
+        std::fs::remove_dir_all(dir.path().join("ds")).unwrap();
+    }
+}
+
+#[test]
+fn a_stop_is_heard_while_the_run_is_planned() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path());
+    let model = config.model().unwrap();
+    let spec = TargetSpec::read(model).unwrap();
+    let encoder = Encoder::load(model, config.data.encode_options(spec.vocab_size)).unwrap();
+    let contract = config.capture_spec(&spec).unwrap();
+    let stop = Shutdown::default();
+    let plan = |stop| Plan::make(&config, &encoder, &contract, None, stop).unwrap().lines;
+    assert_eq!(plan(&stop), 8);
+    stop.request();
+    assert_eq!(plan(&stop), 0);
+    let report = run_with(&config, &stop, &target::open).unwrap();
+    assert_eq!(report.outcome, Outcome::Stopped);
+    // Neither the files nor the run were registered.
+    assert_eq!(lines(dir.path()), (0, 0, 0));
+    run_faulty(dir.path(), &[]).unwrap();
+    assert_eq!(lines(dir.path()), (8, 0, 0));
 }
 
 /// The run of [`config`] on one GPU.

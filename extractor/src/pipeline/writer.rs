@@ -1,9 +1,10 @@
 //! The sink on a thread of its own, behind a short queue: the target goes on while a batch is
 //! written, and waits only where the disk is a whole batch behind. Knows no model.
 
+use std::io;
 use std::panic::resume_unwind;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::thread::{Scope, ScopedJoinHandle};
+use std::thread::{Builder, Scope, ScopedJoinHandle};
 
 use shared::manifest::SourceRecord;
 
@@ -30,15 +31,20 @@ pub(super) struct Writer<'scope> {
 }
 
 impl<'scope> Writer<'scope> {
-    pub(super) fn start(scope: &'scope Scope<'scope, '_>, sink: ShardSink<'scope>) -> Self {
+    /// Starts the thread. An error is the system's, which has no room for another one.
+    pub(super) fn start(
+        scope: &'scope Scope<'scope, '_>,
+        sink: ShardSink<'scope>,
+    ) -> io::Result<Self> {
         let (queue, work) = sync_channel(WAITING);
         // A subscriber that was set for this thread only hears the sink too.
         let subscriber = tracing::dispatcher::get_default(tracing::Dispatch::clone);
-        let thread = scope.spawn(move || {
+        let body = move || {
             let _guard = tracing::dispatcher::set_default(&subscriber);
             write(sink, &work)
-        });
-        Self { queue, thread }
+        };
+        let thread = Builder::new().name("writer".into()).spawn_scoped(scope, body)?;
+        Ok(Self { queue, thread })
     }
 
     /// Hands work over; waits while the queue is full. `false`: the sink has ended, and

@@ -9,7 +9,7 @@ use std::str::FromStr;
 
 use serde::Serialize;
 
-use crate::durable::{DatasetDir, at};
+use crate::durable::{DatasetDir, at, is_temporary};
 use crate::manifest::{
     self, Conservation, Manifest, ManifestError, SampleRow, ShardRow, StorageError,
 };
@@ -148,7 +148,8 @@ pub fn audit(dir: &Path, verify: Verify) -> Result<AuditReport, ManifestError> {
     let dir = DatasetDir::new(dir);
     let manifest = Manifest::open_read(dir.root())?;
     // Listed before the rows are read: a shard committed in between is then no orphan.
-    let present = list(&dir)?;
+    let present = list(&dir, &dir.shards())?;
+    let unfinished = unfinished(&dir)?;
     let writing = manifest::is_held(&dir);
     let (shards, samples) = (manifest.shards()?, manifest.samples()?);
     let mut report = AuditReport {
@@ -175,12 +176,14 @@ pub fn audit(dir: &Path, verify: Verify) -> Result<AuditReport, ManifestError> {
         shards::check(&context, (shard, newest), rows, &mut seen, &mut report)?;
     }
     check_orphans(&present, &shards, writing, &mut report);
+    if !writing {
+        check_unfinished(&dir, &unfinished, &mut report);
+    }
     Ok(report)
 }
 
-fn list(dir: &DatasetDir) -> Result<Vec<String>, ManifestError> {
-    let shards = dir.shards();
-    let names = dir.files().list(&shards).map_err(at("listing", &shards))?;
+fn list(dir: &DatasetDir, place: &Path) -> Result<Vec<String>, ManifestError> {
+    let names = dir.files().list(place).map_err(at("listing", place))?;
     Ok(names.into_iter().map(|name| name.to_string_lossy().into_owned()).collect())
 }
 
@@ -222,5 +225,29 @@ fn check_orphans(present: &[String], shards: &[ShardRow], writing: bool, report:
             let detail = "no row of the manifest names this file";
             report.add(FindingKind::Orphan, Some(name), detail);
         }
+    }
+}
+
+/// Files outside `shards/` under the names they have while they are written, from the root.
+fn unfinished(dir: &DatasetDir) -> Result<Vec<String>, ManifestError> {
+    let target = dir.target();
+    let mut found = Vec::new();
+    for (place, prefix, begins) in
+        [(dir.root(), "", ".settings.json."), (target.as_path(), "target/", ".")]
+    {
+        if place.is_dir() {
+            let ours = |name: &String| is_temporary(name) && name.starts_with(begins);
+            let names = list(dir, place)?.into_iter().filter(ours);
+            found.extend(names.map(|name| format!("{prefix}{name}")));
+        }
+    }
+    Ok(found)
+}
+
+fn check_unfinished(dir: &DatasetDir, unfinished: &[String], report: &mut AuditReport) {
+    // One that is gone was a writer's that has come to its end meanwhile.
+    for name in unfinished.iter().filter(|name| dir.root().join(name).exists()) {
+        let detail = "an interrupted run left it unfinished; the next run removes it";
+        report.add(FindingKind::Orphan, Some(name), detail);
     }
 }

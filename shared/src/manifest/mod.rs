@@ -35,7 +35,7 @@ pub use table::{Cell, Listing, Table};
 
 use self::settings::Settings;
 use crate::contract::CaptureSpec;
-use crate::durable::{DatasetDir, at};
+use crate::durable::{DatasetDir, at, is_temporary};
 use crate::fingerprint::Fingerprint;
 use crate::shard::ShardId;
 
@@ -62,8 +62,8 @@ impl Manifest {
     /// Opens a data set for its one writer, and creates it when it is not there.
     ///
     /// Refuses a second writer (73), other settings than those its samples were made with (78) and
-    /// damage (65). Removes what a killed run left in `shards/`: a file that the manifest does not
-    /// know has no recorded digest, so taking it over would be faith.
+    /// damage (65). Removes what a killed run left behind: a shard that the manifest does not know
+    /// has no recorded digest, so taking it over would be faith.
     pub fn open_for_write(
         dir: &Path,
         fingerprint: &Fingerprint,
@@ -188,25 +188,28 @@ impl Manifest {
 
     fn remove_orphans(&self) -> Result<(), ManifestError> {
         let known: Vec<String> = self.shards()?.into_iter().map(|shard| shard.file).collect();
-        let shards = self.dir.shards();
+        let unknown =
+            |name: &str| name.parse::<ShardId>().is_ok() && !known.iter().any(|file| file == name);
+        self.remove_from(&self.dir.shards(), |name| {
+            unknown(name) || (is_temporary(name) && name.starts_with(".shard-"))
+        })?;
+        self.remove_from(&self.dir.target(), is_temporary)?;
+        self.remove_from(self.dir.root(), |name| {
+            is_temporary(name) && name.starts_with(".settings.json.")
+        })
+    }
+
+    fn remove_from(
+        &self,
+        place: &Path,
+        is_left_over: impl Fn(&str) -> bool,
+    ) -> Result<(), ManifestError> {
         let files = self.dir.files();
-        for name in files.list(&shards).map_err(at("listing", &shards))? {
-            let Some(name) = name.to_str() else { continue };
-            let unfinished = name.starts_with(".shard-") && name.ends_with(".tmp");
-            let unknown = name.parse::<ShardId>().is_ok() && !known.iter().any(|file| file == name);
-            if unfinished || unknown {
-                let path = shards.join(name);
-                tracing::warn!(file = name, "removing what an interrupted run left behind");
-                files.remove_file(&path).map_err(at("removing", &path))?;
-            }
-        }
-        let root = self.dir.root();
-        for name in files.list(root).map_err(at("listing", root))? {
-            let name = name.to_string_lossy();
-            if name.starts_with(".settings.json.") && name.ends_with(".tmp") {
-                let path = root.join(&*name);
-                files.remove_file(&path).map_err(at("removing", &path))?;
-            }
+        for name in files.list(place).map_err(at("listing", place))? {
+            let Some(name) = name.to_str().filter(|name| is_left_over(name)) else { continue };
+            tracing::warn!(file = name, "removing what an interrupted run left behind");
+            let path = place.join(name);
+            files.remove_file(&path).map_err(at("removing", &path))?;
         }
         Ok(())
     }
