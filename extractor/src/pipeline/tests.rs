@@ -270,7 +270,7 @@ fn a_stop_is_heard_while_the_run_is_planned() {
     let config = config(dir.path());
     let model = config.model().unwrap();
     let spec = TargetSpec::read(model).unwrap();
-    let encoder = Encoder::load(model, config.data.encode_options(spec.vocab_size)).unwrap();
+    let encoder = Encoder::load(model, config.data.encode_options(&spec)).unwrap();
     let contract = config.capture_spec(&spec).unwrap();
     let stop = Shutdown::default();
     let plan = |stop| Plan::make(&config, &encoder, &contract, None, stop).unwrap().lines;
