@@ -306,7 +306,12 @@ fn every_fault_is_a_reject_with_its_file_and_the_others_are_committed() {
     normed(&mut after_norm, &norm_weight(dir));
     after_norm.write(&spoiled("after_norm"));
     fs::create_dir(spoiled("folder")).unwrap();
-    let more = [("after_norm", "after the final norm"), ("folder", "bad_file: not a regular file")];
+    std::os::unix::fs::symlink(dir.join("prompts.jsonl"), spoiled("link")).unwrap();
+    let more = [
+        ("after_norm", "after the final norm"),
+        ("folder", "bad_file: not a regular file"),
+        ("link", "a link is not followed"),
+    ];
 
     let args = [&IDS[..], &["--prompts", "prompts.jsonl", "--reject-limit", "1"]].concat();
     // One sample with a NaN among so few is more than a run may have.

@@ -100,10 +100,12 @@ pub(super) struct StatesFile {
 }
 
 impl StatesFile {
-    /// Opens a finished regular file; links are followed, as model caches are full of them.
+    /// Opens a finished regular file. A link in a folder may lead anywhere, so none is followed.
     pub(super) fn open(path: &Path) -> Result<Self, Refusal> {
-        let open = || RealFiles.open_read(&path.canonicalize()?);
-        let file = open().map_err(|error| match error.kind() {
+        if path.is_symlink() {
+            return Err(bad_file("a link is not followed: name the file that it leads to"));
+        }
+        let file = RealFiles.open_read(path).map_err(|error| match error.kind() {
             io::ErrorKind::InvalidInput | io::ErrorKind::NotFound => bad_file(error.to_string()),
             _ => Refusal::Io(error),
         })?;
@@ -251,7 +253,7 @@ fn require_shape(tensor: &TensorEntry, tokens: usize, spec: &CaptureSpec) -> Res
     let layers = spec.layers.len();
     match *tensor.shape.as_slice() {
         [s, n, h] if (s, n, h) == (tokens, layers, spec.hidden_size) => return Ok(()),
-        [n, s, _] if s == tokens && n == layers => {
+        [n, s, _] if s == tokens && n != tokens => {
             let detail = format!("hidden_states {:?}: layers come first, transpose", tensor.shape);
             return Err(bad_states(detail));
         }
