@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use aerie_tests::{Finished, extractor, small, trainer};
+use aerie_tests::{Finished, extractor, extractor_within, small, trainer};
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::Value;
 use shared::{CapturedSample, SampleId};
@@ -240,6 +240,45 @@ fn a_file_that_is_still_being_written_waits_for_the_next_import() {
     lock.unlock().unwrap();
     let second = report(import(dir, &more));
     assert_eq!(second["conservation"]["committed"], SAMPLES);
+}
+
+#[test]
+fn a_disk_that_is_full_ends_the_import_and_the_next_one_completes_it() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path();
+    let samples = extracted(dir);
+    let more = [&IDS[..], &["--prompts", "prompts.jsonl"]].concat();
+    // So that the limit is met by a shard and not by the target's files.
+    report(import(dir, &[&more[..], &["--limit", "1"]].concat()));
+    let model = small::model();
+    let places = ["import", "--from", "hs", "--dataset", "imported", "--max-tokens", MAX_TOKENS];
+    let args = [&places[..], &["--model", model.to_str().unwrap()], &more].concat();
+    let refused = extractor_within("trap '' XFSZ; ulimit -f 300", dir, &args).expect_code(74);
+    assert!(refused.stderr.contains("imported/shards/.shard-"), "{refused:?}");
+    small::assert_clean(dir, "imported");
+    assert_eq!(report(import(dir, &more))["conservation"]["committed"], SAMPLES);
+    assert!(small::contents(&dir.join("imported")) == samples, "other samples than were written");
+}
+
+#[test]
+fn two_prompts_of_the_same_ids_do_not_decide_what_is_trained() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path();
+    let samples = extracted(dir);
+    let rows = samples.values().enumerate().flat_map(|(at, sample)| {
+        let (ids, mask) = (sample.sample().input_ids(), sample.sample().loss_mask());
+        let row = |mask: &[u8]| serde_json::json!({ "input_ids": ids, "loss_mask": mask });
+        let mut other = mask.to_vec();
+        other[1] ^= u8::from(at == 3);
+        // Equal rows are no contradiction.
+        [row(mask).to_string(), row(&other).to_string()]
+    });
+    fs::write(dir.join("rows.jsonl"), rows.collect::<Vec<_>>().join("\n")).unwrap();
+    let more = [&IDS[..], &["--prompts", "rows.jsonl", "--reject-limit", "1"]].concat();
+    let report = report(import(dir, &more));
+    assert_eq!(report["conservation"]["committed"], SAMPLES - 1);
+    let said = "rows.jsonl:7 and rows.jsonl:8 have these token ids, but different loss masks";
+    assert!(rejects(dir).contains(said), "{}", rejects(dir));
 }
 
 /// A name, what is done to a sound file, and what is said of it.

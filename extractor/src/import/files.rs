@@ -58,7 +58,7 @@ pub(super) fn list(from: &[PathBuf]) -> Result<Vec<PathBuf>, ImportError> {
 fn refuse(path: &Path) -> Result<(), ImportError> {
     let name = path.file_name().unwrap_or_default().to_string_lossy().to_lowercase();
     let is_pickle = |ending: &&str| name.trim_end_matches(".gz").ends_with(ending);
-    let why = if [".pt", ".pth", ".ckpt", ".pkl", ".bin"].iter().any(|ending| is_pickle(&ending)) {
+    let why = if [".pt", ".pth", ".ckpt", ".pkl", ".bin"].iter().any(is_pickle) {
         PICKLE
     } else if name.ends_with(".zst") {
         COMPRESSED
