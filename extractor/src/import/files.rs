@@ -24,9 +24,10 @@ use crate::reject::{Fault, RejectReason};
 const TOKENS_MAX: usize = 1 << 24;
 
 const PICKLE: &str = "a pickle of torch runs code when it is opened, so it is not read: load it in \
-     Python with torch.load(FILE, weights_only=True) and write `token_ids` [S], `loss_mask` [S] and \
-     `hidden_states` [S, layers, H] with safetensors.torch.save_file. The last state must be the \
-     one before the final norm; SpecForge's .ckpt holds the one after it, so extract again instead";
+     Python with torch.load(FILE, weights_only=True) and write `token_ids` [S], `loss_mask` [S] \
+     and `hidden_states` [S, layers, H] with safetensors.torch.save_file. The last state must be \
+     the one before the final norm; SpecForge's .ckpt holds the one after it, so extract again \
+     instead";
 const COMPRESSED: &str = "a compressed file is not read: unpack it first (zstd -d)";
 
 /// The files named and those in folders named, each once; a folder's in order of name.
