@@ -71,6 +71,22 @@ fn every_hostile_line_is_a_reject_and_the_lines_around_it_are_not() {
 }
 
 #[test]
+fn every_hostile_file_of_states_is_a_reject() {
+    let model = small::model();
+    for (path, expected) in rows("states") {
+        let home = tempfile::tempdir().unwrap();
+        let args = ["import", "--dataset", "ds", "--layers", "2,4,5,7", "--from"];
+        let places = [path.to_str().unwrap(), "--model", model.to_str().unwrap()];
+        let import = extractor(home.path(), &[&args[..], &places].concat()).expect_code(65);
+        assert!(!import.stderr.contains("panicked"), "{}: {import:?}", path.display());
+        let rejects = rejects(home.path());
+        assert!(rejects.contains(&expected), "{}: {rejects}", path.display());
+        assert_eq!(small::committed(&home.path().join("ds")), 0);
+        assert!(!home.path().join("attacked").exists(), "{} was run", path.display());
+    }
+}
+
+#[test]
 fn every_hostile_template_is_stopped() {
     for (path, expected) in rows("templates") {
         let home = tempfile::tempdir().unwrap();

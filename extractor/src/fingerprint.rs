@@ -12,6 +12,7 @@ use shared::shard::FORMAT_VERSION;
 
 use crate::config::{ConfigError, ExtractConfig};
 use crate::encode::{Encoder, EncoderError};
+use crate::import;
 use crate::pipeline::PipelineError;
 use crate::target::weights::Checkpoint;
 use crate::target::{AttentionSpec, RopeScaling, RopeSpec, TargetError, TargetSpec};
@@ -29,21 +30,46 @@ pub fn fingerprint(
     encoder: &Encoder,
     contract: &CaptureSpec,
 ) -> Result<Fingerprint, PipelineError> {
+    let target = &config.target;
+    Ok(of_data(config, spec, encoder, contract)?
+        .with("numerics", NUMERICS_VERSION.to_string())
+        .with("target.device", target.device.to_string())
+        .with("target.compute", target.compute.on(target.device).to_string())
+        .with("target.tp", target.tp.to_string())
+        .with("target.qa_norm_eps", target.qa_norm_eps.to_string()))
+}
+
+/// The fingerprint of states that another tool computed: nothing in it speaks of this engine.
+/// `made_by` is what the user says of that tool.
+pub fn of_import(
+    config: &ExtractConfig,
+    spec: &TargetSpec,
+    encoder: &Encoder,
+    contract: &CaptureSpec,
+    made_by: &str,
+) -> Result<Fingerprint, PipelineError> {
+    Ok(of_data(config, spec, encoder, contract)?
+        .with("states", "imported")
+        .with("states.form", import::FORM)
+        .with("states.made_by", made_by))
+}
+
+/// What does not depend on who computed the states.
+fn of_data(
+    config: &ExtractConfig,
+    spec: &TargetSpec,
+    encoder: &Encoder,
+    contract: &CaptureSpec,
+) -> Result<Fingerprint, PipelineError> {
     let model = config.model()?;
     let checkpoint = Checkpoint::open(model).map_err(TargetError::from)?;
     let weights = Digest(checkpoint.digest().map_err(TargetError::from)?);
     let layers: Vec<String> = contract.layers.iter().map(ToString::to_string).collect();
     let encode = serde_json::to_string(encoder.options()).map_err(ConfigError::unprintable)?;
-    let target = &config.target;
     let fingerprint = Fingerprint::default()
         .with("format", FORMAT_VERSION.to_string())
-        .with("numerics", NUMERICS_VERSION.to_string())
-        .with("target.revision", &target.revision)
+        .with("target.revision", &config.target.revision)
         .with("target.weights", weights.to_string())
-        .with("target.device", target.device.to_string())
-        .with("target.compute", target.compute.on(target.device).to_string())
-        .with("target.tp", target.tp.to_string())
-        .with("target.qa_norm_eps", target.qa_norm_eps.to_string())
         .with("tokenizer_and_template", Digest(encoder.digest()).to_string())
         .with("encoding", encode)
         .with("layers", layers.join(","))

@@ -12,6 +12,7 @@ pub mod cosine;
 pub mod encode;
 pub mod fingerprint;
 pub mod golden;
+pub mod import;
 pub mod input_file;
 pub mod intake;
 pub mod layout;

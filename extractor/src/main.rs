@@ -6,7 +6,7 @@ use std::io::{BufWriter, IsTerminal, Write};
 use std::process::ExitCode;
 
 use clap::{Parser, ValueEnum};
-use commands::{audit, bench, check, config, inspect, plan, query, rebuild, run, seal};
+use commands::{audit, bench, check, config, import, inspect, plan, query, rebuild, run, seal};
 use extractor::shutdown::EXIT_STOPPED;
 use extractor::target::{EXIT_DIED, exit_at_once};
 use tracing_subscriber::EnvFilter;
@@ -31,6 +31,8 @@ enum Trace {
 enum Command {
     /// Extract hidden states; rerunning continues where the last run ended.
     Run(run::RunArgs),
+    /// Make a data set of states that another tool wrote; rerunning continues.
+    Import(import::ImportArgs),
     /// Forecast samples, tokens, bytes and time without loading the model.
     Plan(plan::PlanArgs),
     /// Check a data set against its manifest.
@@ -62,6 +64,7 @@ fn main() -> ExitCode {
     let mut out = BufWriter::new(std::io::stdout().lock());
     let outcome = match &cli.command {
         Command::Run(args) => run::run(args, &mut out),
+        Command::Import(args) => import::run(args, &mut out),
         Command::Plan(args) => plan::run(args, &mut out),
         Command::Audit(args) => audit::run(args, &mut out),
         Command::Rebuild(args) => rebuild::run(args, &mut out),

@@ -12,7 +12,7 @@ use shared::error_chain::in_words;
 use shared::manifest::Manifest;
 
 use self::attempts::{Attempts, Opener};
-use self::report::Record;
+pub(crate) use self::report::Record;
 pub use self::report::{Outcome, PipelineError, RunReport};
 use self::writer::{Work, Writer};
 use crate::address_space;
@@ -60,8 +60,8 @@ fn run_with(
     plan.require_space()?;
     target_dir::publish(manifest.dir(), model, &spec)?;
 
-    let record = Record::begin(&manifest, config, &plan)?;
-    let mut progress = Progress::start(plan.tokens);
+    let record = Record::begin(&manifest, config, &plan.inputs, "lines")?;
+    let mut progress = Progress::start(plan.tokens, "target");
     // Outlives the target, whose end may hang.
     let mut last_resort = LastResort::default();
     let (options, layers) = (config.engine_options()?, contract.layers.as_slice());

@@ -12,7 +12,7 @@ const LONG_BATCH_S: f64 = 20.0;
 /// Where the time of a run goes.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Waits {
-    /// Seconds the pipeline waited for the target model.
+    /// Seconds the pipeline waited for the states: for the target model, or for files.
     pub target_s: f64,
     /// Seconds the pipeline waited for shards and manifest.
     pub disk_s: f64,
@@ -27,11 +27,12 @@ pub struct Progress {
     tokens: u64,
     waits: Waits,
     warned: bool,
+    giver: &'static str,
 }
 
 impl Progress {
-    /// Starts the clock for `total_tokens`.
-    pub fn start(total_tokens: u64) -> Self {
+    /// Starts the clock for `total_tokens`, whose states `giver` gives.
+    pub fn start(total_tokens: u64, giver: &'static str) -> Self {
         let bar = ProgressBar::new(total_tokens);
         let style = ProgressStyle::with_template(
             "{bar:30} {human_pos}/{human_len} tok  {per_sec}  ETA {eta}  {msg}",
@@ -48,6 +49,7 @@ impl Progress {
             tokens: 0,
             waits: Waits::default(),
             warned: false,
+            giver,
         }
     }
 
@@ -86,7 +88,8 @@ impl Progress {
     fn share_of_waits(&self) -> String {
         let elapsed = self.seconds().max(1e-9);
         format!(
-            "target {:.0} %, disk {:.0} %",
+            "{} {:.0} %, disk {:.0} %",
+            self.giver,
             100.0 * self.waits.target_s / elapsed,
             100.0 * self.waits.disk_s / elapsed
         )

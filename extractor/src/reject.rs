@@ -130,6 +130,14 @@ reject_reasons! {
     EverythingTrainable = "everything_trainable",
     /// Fewer trainable tokens than the limit.
     TooFewTrainable = "too_few_trainable",
+    /// A file to import is no finished safetensors file.
+    BadFile = "bad_file",
+    /// The states of a file to import are not layers x [tokens, hidden] of this model.
+    BadStates = "bad_states",
+    /// The states of a file to import have NaN or infinite values.
+    NonFinite = "non_finite",
+    /// A file to import has no loss mask, and no prompt has its token ids.
+    NoLossMask = "no_loss_mask",
     /// The target died each time the sample was in its batch.
     TargetCrash = "target_crash",
 }

@@ -120,6 +120,13 @@ impl<'a> ShardSink<'a> {
         Ok(())
     }
 
+    /// Adds a sample that was captured elsewhere, and the record of where; a batch of its own.
+    pub fn add(&mut self, sample: CapturedSample, record: SourceRecord) -> Result<(), SinkError> {
+        self.note(vec![record]);
+        self.push(sample)?;
+        self.end_batch()
+    }
+
     /// The batch is complete: commits if there is a full shard.
     pub fn end_batch(&mut self) -> Result<(), SinkError> {
         self.batches += 1;

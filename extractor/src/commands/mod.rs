@@ -4,6 +4,7 @@ pub(crate) mod audit;
 pub(crate) mod bench;
 pub(crate) mod check;
 pub(crate) mod config;
+pub(crate) mod import;
 pub(crate) mod inspect;
 pub(crate) mod plan;
 pub(crate) mod query;

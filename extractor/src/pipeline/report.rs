@@ -2,15 +2,16 @@
 
 use serde::Serialize;
 use shared::error_chain::in_words;
-use shared::manifest::{Conservation, Manifest, ManifestError, RunEnd, RunId, RunStart};
+use shared::manifest::{Conservation, InputFile, Manifest, ManifestError, RunEnd, RunId, RunStart};
 use shared::provenance::Provenance;
 use thiserror::Error;
 
 use crate::address_space::AddressSpaceError;
 use crate::config::{ConfigError, ExtractConfig};
 use crate::encode::EncoderError;
+use crate::import::ImportError;
 use crate::intake::IntakeError;
-use crate::plan::{Plan, PlanError};
+use crate::plan::PlanError;
 use crate::progress::Progress;
 use crate::sink::{SinkError, Written};
 use crate::target::{EXIT_DIED, TargetError};
@@ -49,6 +50,9 @@ pub enum PipelineError {
          (`ulimit -u`, or the pids limit of a container)"
     )]
     WriterThread(#[source] std::io::Error),
+    /// Files that another tool wrote.
+    #[error(transparent)]
+    Import(#[from] ImportError),
     /// Shards.
     #[error(transparent)]
     Sink(#[from] SinkError),
@@ -57,7 +61,7 @@ pub enum PipelineError {
     Manifest(#[from] ManifestError),
     /// More unusable lines than allowed; everything usable is committed.
     #[error(
-        "{rejected} of {lines} lines were rejected ({:.1} %, limit {:.1} %); the rest is \
+        "{rejected} of {lines} {unit} were rejected ({:.1} %, limit {:.1} %); the rest is \
          committed. `extractor query DATASET rejects` lists them; --reject-limit raises the limit",
         100.0 * *rejected as f64 / (*lines).max(1) as f64, 100.0 * limit
     )]
@@ -68,6 +72,8 @@ pub enum PipelineError {
         lines: u64,
         /// `run.reject_limit`.
         limit: f64,
+        /// What is counted: lines, or files of an import.
+        unit: &'static str,
     },
     /// Too many samples with NaN or infinite states; the finite ones are committed.
     #[error(
@@ -94,6 +100,7 @@ impl PipelineError {
             Self::Target(error) => error.exit_code(),
             Self::TargetDir(error) => error.exit_code(),
             Self::WriterThread(_) => EXIT_DIED,
+            Self::Import(error) => error.exit_code(),
             Self::Sink(error) => error.exit_code(),
             Self::Manifest(error) => error.exit_code(),
             Self::RejectRate { .. } | Self::NonFinite { .. } => 65,
@@ -135,28 +142,31 @@ impl RunReport {
 }
 
 /// The row of a run in the manifest, from its start to its end.
-pub(super) struct Record<'a> {
+pub(crate) struct Record<'a> {
     manifest: &'a Manifest,
     id: RunId,
     reject_limit: f64,
+    unit: &'static str,
 }
 
 impl<'a> Record<'a> {
-    pub(super) fn begin(
+    /// `unit` is what the inputs consist of: lines, or files.
+    pub(crate) fn begin(
         manifest: &'a Manifest,
         config: &ExtractConfig,
-        plan: &Plan,
+        inputs: &[InputFile],
+        unit: &'static str,
     ) -> Result<Self, PipelineError> {
-        for input in &plan.inputs {
+        for input in inputs {
             manifest.register_input(input)?;
         }
         let Provenance { argv, host, .. } = Provenance::here();
         let config_text = config.to_toml()?;
         let id = manifest.begin_run(&RunStart { argv, host, config: config_text })?;
-        Ok(Self { manifest, id, reject_limit: config.run.reject_limit })
+        Ok(Self { manifest, id, reject_limit: config.run.reject_limit, unit })
     }
 
-    pub(super) fn end(
+    pub(crate) fn end(
         self,
         written: Written,
         progress: &Progress,
@@ -179,7 +189,7 @@ impl<'a> Record<'a> {
     }
 
     /// Ends the row of a run that `error` ended, and gives the error back.
-    pub(super) fn fail(
+    pub(crate) fn fail(
         self,
         written: Written,
         progress: &Progress,
@@ -208,6 +218,7 @@ impl<'a> Record<'a> {
                 rejected,
                 lines: seen,
                 limit: self.reject_limit,
+                unit: self.unit,
             });
         }
         Ok(())

@@ -19,7 +19,7 @@ use crate::header::{HeaderLimits, ShardHeader, TensorEntry};
 use crate::shard::{ShardError, open_header};
 
 /// Names under which token ids are found.
-const TOKEN_NAMES: [&str; 3] = ["token_ids", "input_ids", "prompt_token_ids"];
+pub const TOKEN_NAMES: [&str; 3] = ["token_ids", "input_ids", "prompt_token_ids"];
 
 /// One tensor of the file.
 #[derive(Clone, PartialEq, Debug, Serialize)]
@@ -119,7 +119,7 @@ fn token_count(header: &ShardHeader, report: &mut ForeignReport) -> Option<usize
 fn judge_shapes(states: &[&TensorEntry], tokens: Option<usize>, report: &mut ForeignReport) {
     let fault = match states {
         [] => Some("no hidden states: the file has no floating-point tensor".to_owned()),
-        [one] => judge_single(one, tokens),
+        [one] => stack_fault(one, tokens),
         many => judge_separate(many, tokens),
     };
     report.faults.extend(fault);
@@ -132,8 +132,9 @@ fn judge_shapes(states: &[&TensorEntry], tokens: Option<usize>, report: &mut For
     }
 }
 
-/// One tensor for all layers: [S, n, H] is expected.
-fn judge_single(tensor: &TensorEntry, tokens: Option<usize>) -> Option<String> {
+/// What is wrong with the shape of one tensor for all layers, [S, n, H] being expected; the order
+/// [n, S, H] passes too.
+pub fn stack_fault(tensor: &TensorEntry, tokens: Option<usize>) -> Option<String> {
     let shape = &tensor.shape;
     let got = format!("{} has shape {shape:?}, [tokens, layers, hidden] is expected", tensor.name);
     let tokens = tokens?;

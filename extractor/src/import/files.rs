@@ -1,0 +1,313 @@
+//! Which files are imported, and what stands in one: safetensors with `hidden_states` [S, n, H]
+//! and `token_ids` [S], as vLLM's hidden-states connector and speculators write them. Knows no
+//! model; pickles are never opened.
+
+use std::fs::{self, File, TryLockError};
+use std::io::{self, BufReader, Seek, SeekFrom};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use half::{bf16, f16};
+use safetensors::tensor::Dtype;
+use shared::diagnosis::{self, Expected};
+use shared::digest::Digest;
+use shared::files::{Files, RealFiles};
+use shared::foreign::{TOKEN_NAMES, stack_fault};
+use shared::header::{HeaderError, HeaderLimits, ShardHeader, TensorEntry};
+use shared::{CaptureSpec, LayerIndex};
+
+use super::{ImportError, bad_states, reading};
+use crate::capture::LayerRows;
+use crate::reject::{Fault, RejectReason};
+
+/// More tokens than any sample has: `data.max_tokens` ends here too.
+const TOKENS_MAX: usize = 1 << 24;
+
+const PICKLE: &str = "a pickle of torch runs code when it is opened, so it is not read: load it in \
+     Python with torch.load(FILE, weights_only=True) and write `token_ids` [S], `loss_mask` [S] \
+     and `hidden_states` [S, layers, H] with safetensors.torch.save_file. The last state must be \
+     the one before the final norm; SpecForge's .ckpt holds the one after it, so extract again \
+     instead";
+const COMPRESSED: &str = "a compressed file is not read: unpack it first (zstd -d)";
+
+/// The files named and those in folders named, each once; a folder's in order of name.
+pub(super) fn list(from: &[PathBuf]) -> Result<Vec<PathBuf>, ImportError> {
+    let mut files: Vec<PathBuf> = Vec::new();
+    for path in from {
+        if !fs::metadata(path).map_err(reading(path))?.is_dir() {
+            refuse(path)?;
+            files.push(path.clone());
+            continue;
+        }
+        let before = files.len();
+        for name in RealFiles.list(path).map_err(reading(path))? {
+            let file = path.join(name);
+            refuse(&file)?;
+            if file.extension().is_some_and(|it| it == "safetensors") {
+                files.push(file);
+            }
+        }
+        if files.len() == before {
+            return Err(ImportError::Empty(path.clone()));
+        }
+    }
+    let mut seen = std::collections::HashSet::new();
+    files.retain(|file| seen.insert(file.clone()));
+    Ok(files)
+}
+
+fn refuse(path: &Path) -> Result<(), ImportError> {
+    let name = path.file_name().unwrap_or_default().to_string_lossy().to_lowercase();
+    let is_pickle = |ending: &&str| name.trim_end_matches(".gz").ends_with(ending);
+    let why = if [".pt", ".pth", ".ckpt", ".pkl", ".bin"].iter().any(is_pickle) {
+        PICKLE
+    } else if name.ends_with(".zst") {
+        COMPRESSED
+    } else {
+        return Ok(());
+    };
+    Err(ImportError::Refused { path: path.to_path_buf(), why })
+}
+
+/// Why a file gives no sample.
+#[derive(Debug)]
+pub(super) enum Refusal {
+    /// The file is at fault.
+    Fault(Fault),
+    /// It has no loss mask, and there are no prompts.
+    NoMasks,
+    /// The disk is at fault.
+    Io(io::Error),
+}
+
+impl From<io::Error> for Refusal {
+    fn from(error: io::Error) -> Self {
+        Self::Io(error)
+    }
+}
+
+fn bad_file(detail: impl Into<String>) -> Refusal {
+    Refusal::Fault(Fault::new(RejectReason::BadFile, detail))
+}
+
+fn bad_tokens(detail: impl Into<String>) -> Refusal {
+    Refusal::Fault(Fault::new(RejectReason::BadTokens, detail))
+}
+
+/// An open file of which nothing has been read.
+pub(super) struct StatesFile {
+    file: File,
+    bytes: u64,
+}
+
+impl StatesFile {
+    /// Opens a finished regular file. A link in a folder may lead anywhere, so none is followed.
+    pub(super) fn open(path: &Path) -> Result<Self, Refusal> {
+        if path.is_symlink() {
+            return Err(bad_file("a link is not followed: name the file that it leads to"));
+        }
+        let file = RealFiles.open_read(path).map_err(|error| match error.kind() {
+            io::ErrorKind::InvalidInput | io::ErrorKind::NotFound => bad_file(error.to_string()),
+            _ => Refusal::Io(error),
+        })?;
+        if is_being_written(path) {
+            return Err(bad_file(
+                "its writer holds the .lock beside it: import again when it has finished",
+            ));
+        }
+        let bytes = file.metadata()?.len();
+        Ok(Self { file, bytes })
+    }
+
+    /// BLAKE3 and bytes of the whole file.
+    pub(super) fn digest(&self) -> io::Result<(Digest, u64)> {
+        let mut file = &self.file;
+        file.seek(SeekFrom::Start(0))?;
+        Digest::of_reader(file)
+    }
+
+    /// Checks the header.
+    pub(super) fn contents(&self) -> Result<Contents<'_>, Refusal> {
+        let mut file = &self.file;
+        file.seek(SeekFrom::Start(0))?;
+        let header = ShardHeader::read(BufReader::new(file), self.bytes, &HeaderLimits::FOREIGN)
+            .map_err(|error| match error {
+                HeaderError::Io(error) => Refusal::Io(error),
+                fault => bad_file(fault.to_string()),
+            })?;
+        if header.metadata.get("format").is_some_and(|format| format == "aerie") {
+            return Err(bad_file("this is a shard of a data set already"));
+        }
+        Ok(Contents { file: &self.file, header })
+    }
+}
+
+/// vLLM locks `FILE.lock` while it writes FILE.
+fn is_being_written(path: &Path) -> bool {
+    let mut lock = path.as_os_str().to_owned();
+    lock.push(".lock");
+    let lock = RealFiles.open_read(Path::new(&lock));
+    lock.is_ok_and(|lock| matches!(lock.try_lock_shared(), Err(TryLockError::WouldBlock)))
+}
+
+/// A file with a sound header.
+pub(super) struct Contents<'a> {
+    file: &'a File,
+    header: ShardHeader,
+}
+
+impl Contents<'_> {
+    /// Token ids, [tokens].
+    pub(super) fn token_ids(&self) -> Result<Vec<u32>, Refusal> {
+        let named = TOKEN_NAMES.iter().find_map(|name| self.header.tensor(name));
+        let tensor = named.ok_or_else(|| {
+            bad_tokens(format!("none of the tensors {} is there", TOKEN_NAMES.join(", ")))
+        })?;
+        self.integers(tensor, "a token id")
+    }
+
+    /// The loss mask, [tokens], if there is one.
+    pub(super) fn loss_mask(&self, tokens: usize) -> Result<Option<Vec<u8>>, Refusal> {
+        let Some(tensor) = self.header.tensor("loss_mask") else { return Ok(None) };
+        let mask: Vec<u8> = self.integers(tensor, "0 or 1")?;
+        if mask.len() != tokens {
+            let detail = format!("{tokens} token ids, but {} values in loss_mask", mask.len());
+            return Err(bad_tokens(detail));
+        }
+        Ok(Some(mask))
+    }
+
+    /// The values of [tokens] integers of any width.
+    fn integers<T: TryFrom<i64>>(
+        &self,
+        tensor: &TensorEntry,
+        expected: &str,
+    ) -> Result<Vec<T>, Refusal> {
+        let (name, dtype, shape) = (&tensor.name, tensor.dtype, &tensor.shape);
+        match shape.as_slice() {
+            [tokens] if *tokens <= TOKENS_MAX => {}
+            [tokens] => return Err(bad_tokens(format!("{name} has {tokens} values"))),
+            _ => {
+                let detail = format!("{name} has shape {shape:?}, [tokens] is expected");
+                return Err(bad_tokens(detail));
+            }
+        }
+        let widen: fn(&[u8]) -> Option<i64> = match dtype {
+            Dtype::I64 => |bytes| bytes.try_into().ok().map(i64::from_le_bytes),
+            Dtype::I32 => |bytes| bytes.try_into().ok().map(i32::from_le_bytes).map(i64::from),
+            Dtype::U32 => |bytes| bytes.try_into().ok().map(u32::from_le_bytes).map(i64::from),
+            Dtype::U8 | Dtype::BOOL => |bytes| bytes.first().copied().map(i64::from),
+            _ => return Err(bad_tokens(format!("{name} is {dtype}, integers are expected"))),
+        };
+        let bytes = self.read(tensor.start, tensor.bytes as usize)?;
+        let values = bytes.chunks_exact(dtype.bitsize() / 8).enumerate().map(|(at, bytes)| {
+            let value = widen(bytes).unwrap_or(-1);
+            let fault = || bad_tokens(format!("{name}[{at}] is {value}, {expected} is expected"));
+            T::try_from(value).map_err(|_| fault())
+        });
+        values.collect()
+    }
+
+    /// The first `kept` of the file's `tokens` rows, one [kept, hidden] tensor a layer of `spec`.
+    pub(super) fn states(
+        &self,
+        tokens: usize,
+        kept: usize,
+        spec: &CaptureSpec,
+    ) -> Result<Vec<LayerRows>, Refusal> {
+        let tensor = self.header.tensor("hidden_states").ok_or_else(|| {
+            bad_states("no tensor `hidden_states`, which holds [tokens, layers, hidden]")
+        })?;
+        if !matches!(tensor.dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32) {
+            return Err(bad_states(format!(
+                "hidden_states is {}; BF16, F16 or F32 is read: have them written in the type that \
+                 the model computes in",
+                tensor.dtype
+            )));
+        }
+        require_shape(tensor, tokens, spec)?;
+        let width = spec.layers.len() * spec.hidden_size * tensor.dtype.bitsize() / 8;
+        let bytes = self.read(tensor.start, kept.min(tokens) * width)?;
+        require_filled(&bytes, width, spec)?;
+        let layers = (0..spec.layers.len()).map(|layer| gather(&bytes, layer, tensor.dtype, spec));
+        let layers: Vec<LayerRows> = layers.collect();
+        for (at, rows) in layers.iter().enumerate() {
+            if let Some(twin) = layers.iter().take(at).position(|other| other == rows) {
+                let (layer, twin) = (name(spec, at), name(spec, twin));
+                return Err(bad_states(format!(
+                    "layer {layer} equals layer {twin}: one buffer was captured twice"
+                )));
+            }
+        }
+        Ok(layers)
+    }
+
+    fn read(&self, start: u64, bytes: usize) -> Result<Vec<u8>, Refusal> {
+        let mut buffer = vec![0; bytes];
+        self.file.read_exact_at(&mut buffer, start)?;
+        Ok(buffer)
+    }
+}
+
+/// Exactly [tokens, layers, hidden]; names what else it is.
+fn require_shape(tensor: &TensorEntry, tokens: usize, spec: &CaptureSpec) -> Result<(), Refusal> {
+    let layers = spec.layers.len();
+    match *tensor.shape.as_slice() {
+        [s, n, h] if (s, n, h) == (tokens, layers, spec.hidden_size) => return Ok(()),
+        [n, s, _] if s == tokens && n != tokens => {
+            let detail = format!("hidden_states {:?}: layers come first, transpose", tensor.shape);
+            return Err(bad_states(detail));
+        }
+        _ => {}
+    }
+    if let Some(fault) = stack_fault(tensor, Some(tokens)) {
+        return Err(bad_states(fault));
+    }
+    let expected = Expected { layers, tokens, hidden_size: spec.hidden_size };
+    let shapes = match *tensor.shape.as_slice() {
+        [s, n, h] => vec![vec![s, h]; n],
+        _ => vec![tensor.shape.clone()],
+    };
+    let shapes: Vec<&[usize]> = shapes.iter().map(Vec::as_slice).collect();
+    match diagnosis::check_shapes(&expected, &shapes, &[]) {
+        Ok(()) => Ok(()),
+        Err(fault) => Err(bad_states(fault.to_string())),
+    }
+}
+
+/// No residual stream is zero: such a row was never written.
+fn require_filled(bytes: &[u8], width: usize, spec: &CaptureSpec) -> Result<(), Refusal> {
+    for (row, layers) in bytes.chunks_exact(width.max(1)).enumerate() {
+        let states = layers.chunks_exact((width / spec.layers.len().max(1)).max(1));
+        for (at, state) in states.enumerate() {
+            if state.iter().all(|&byte| byte == 0) {
+                let layer = name(spec, at);
+                return Err(bad_states(format!(
+                    "layer {layer}: row {row} is all zeros: padding, or never captured"
+                )));
+            }
+        }
+    }
+    Ok(())
+}
+
+fn name(spec: &CaptureSpec, at: usize) -> LayerIndex {
+    spec.layers.get(at).copied().unwrap_or(LayerIndex(0))
+}
+
+/// The rows of one of the layers that alternate in `bytes`.
+fn gather(bytes: &[u8], layer: usize, dtype: Dtype, spec: &CaptureSpec) -> LayerRows {
+    let width = spec.hidden_size * dtype.bitsize() / 8;
+    let rows = bytes.chunks_exact(width.max(1)).skip(layer).step_by(spec.layers.len());
+    let halves = rows.clone().flat_map(|row| row.as_chunks().0);
+    match dtype {
+        Dtype::BF16 => LayerRows::Bf16(halves.map(|&value| bf16::from_le_bytes(value)).collect()),
+        Dtype::F16 => {
+            LayerRows::F32(halves.map(|&value| f16::from_le_bytes(value).to_f32()).collect())
+        }
+        _ => {
+            let values = rows.flat_map(|row| row.as_chunks().0);
+            LayerRows::F32(values.map(|&value| f32::from_le_bytes(value)).collect())
+        }
+    }
+}
