@@ -153,6 +153,25 @@ fn lines_cut_from_an_input_are_forgotten_and_new_ones_pending() {
     }
 }
 
+#[test]
+fn lines_that_come_back_have_the_samples_that_they_gave() {
+    let (dir, spec) = (tempdir(), spec(StateDtype::Bf16));
+    let samples = samples(&spec, 3);
+    build(dir.path(), &spec, &samples);
+    let manifest = Manifest::open_for_write(dir.path(), &fingerprint(), &spec).unwrap();
+    manifest.register_input(&input(1)).unwrap();
+    manifest.register_input(&input(4)).unwrap();
+    // What the intake makes of them: the samples are there, and the last line repeats one.
+    let again = [1, 2, 1].map(|index: usize| samples[index].sample().id());
+    let records = (2..).zip(again).map(|(line, id)| source(line, SourceOutcome::Duplicate(id)));
+    manifest.record_sources(&records.collect::<Vec<_>>()).unwrap();
+    let counts = manifest.conservation().unwrap();
+    assert!(counts.holds());
+    assert_eq!((counts.committed, counts.duplicate, counts.pending), (3, 1, 0));
+    assert_eq!(manifest.samples_without_line().unwrap(), []);
+    assert_eq!(manifest.sample(again[0]).unwrap().unwrap().source_line, 2);
+}
+
 /// Line numbers count blank lines, so the last line has a number above that of the lines to do.
 #[test]
 fn blank_lines_need_no_outcome_and_take_none_away() {

@@ -339,7 +339,8 @@ pub(super) async fn insert_sample(
     super::storage_errors::insert(conn, entry.sample_id, &entry.storage_errors).await
 }
 
-/// Gives a sample of a rebuilt manifest, which knows no lines, the first line that comes to it.
+/// Gives a sample whose line is not known the first line that comes to it: the manifest was
+/// rebuilt, or the end of the file was cut off for a while.
 async fn adopt(
     conn: &mut SqliteConnection,
     id: SampleId,
@@ -347,7 +348,8 @@ async fn adopt(
 ) -> Result<bool, sqlx::Error> {
     let adopted = sqlx::query(
         "UPDATE sample SET source_file = ?, source_line = ?, truncated = ? \
-         WHERE id = ? AND source_file = ''",
+         WHERE id = ? AND NOT EXISTS \
+         (SELECT 1 FROM source WHERE source.sample = sample.id AND outcome = 'committed')",
     )
     .bind(&record.file)
     .bind(record.line as i64)
