@@ -339,8 +339,8 @@ pub(super) async fn insert_sample(
     super::storage_errors::insert(conn, entry.sample_id, &entry.storage_errors).await
 }
 
-/// Gives a sample whose line is not known the first line that comes to it: the manifest was rebuilt,
-/// or the end of the file was cut off for a while.
+/// Gives a sample whose line is not known the first line that comes to it: the manifest was
+/// rebuilt, or the end of the file was cut off for a while.
 async fn adopt(
     conn: &mut SqliteConnection,
     id: SampleId,
