@@ -68,9 +68,9 @@ fn from_a_data_set_to_an_export() {
     let printed = trainer(&["export", text(&run), text(&again), "--engine", "vllm"]).stdout;
     let printed = String::from_utf8(printed).unwrap();
     let launch: Vec<&str> = printed.lines().filter(|line| line.contains("TARGET_MODEL")).collect();
-    assert_eq!(launch.len(), 2, "{printed}");
+    // SGLang would misread ids that were written for vLLM, so its line is not there.
+    assert_eq!(launch.len(), 1, "{printed}");
     assert!(launch[0].contains("\"method\":\"eagle3\"") && launch[0].ends_with('\''));
-    assert!(launch[1].contains("EAGLE3 --speculative-draft-model-path"), "{}", launch[1]);
     // bf16 weights, so nearly the same.
     assert!((length(&out) - best).abs() < 0.1, "{} {best}", length(&out));
 }

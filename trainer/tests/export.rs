@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use trainer::checkpoint::{Checkpoint, Parts};
 use trainer::config::Layout;
 use trainer::export::{
-    Engine, ExportDtype, ExportError, ExportLayout, ExportOptions, ExportedDraft, export,
+    Engine, ExportDtype, ExportError, ExportLayout, ExportOptions, ExportedDraft, Server, export,
     golden_logits,
 };
 use trainer::fit::{self, Start};
@@ -211,6 +211,36 @@ fn exports_that_engines_would_misread_are_refused() {
     let left: Vec<PathBuf> =
         std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().path()).collect();
     assert_eq!(left.len(), 2, "nothing but data and run stays: {left:?}");
+}
+
+/// SGLang adds one to the ids of a Llama or Qwen target, and takes those of a DeepSeek as they are.
+#[test]
+fn ids_follow_the_targets_family() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut checkpoint = checkpoint(dir.path(), |_| {});
+    checkpoint.state.layers = [1, 2, 3, 4].map(shared::LayerIndex).to_vec();
+    let current = ExportOptions { engine: Engine::Current, ..options(ExportLayout::Llama) };
+    for (target, nested) in [
+        ("DeepseekV3ForCausalLM", json!([2, 3, 4])),
+        ("LlamaForCausalLM", json!([1, 2, 3])),
+        ("Qwen3ForCausalLM", json!([1, 2, 3])),
+    ] {
+        checkpoint.state.target["architectures"] = json!([target]);
+        let out = dir.path().join(target);
+        let report = export(&checkpoint, &out, &current).unwrap();
+        assert_eq!(report.servers, [Server::Vllm, Server::Sglang]);
+        let (config, _) = written(&out);
+        assert_eq!(config["eagle_aux_hidden_state_layer_ids"], json!([2, 3, 4]), "{target}");
+        let ids = &config["eagle_config"]["eagle_aux_hidden_state_layer_ids"];
+        assert_eq!(*ids, nested, "{target}");
+    }
+    checkpoint.state.target["architectures"] = json!(["GptOssForCausalLM"]);
+    let out = dir.path().join("unknown");
+    let error = export(&checkpoint, &out, &current).unwrap_err();
+    assert!(matches!(error, ExportError::UnknownTarget { .. }), "{error}");
+    // The speculators format is read by vLLM alone, whose ids are the same for every target.
+    let format = ExportOptions { layout: ExportLayout::Speculators, ..current };
+    assert_eq!(export(&checkpoint, &out, &format).unwrap().servers, [Server::Vllm]);
 }
 
 #[test]

@@ -6,7 +6,9 @@ use std::path::PathBuf;
 use anyhow::Context;
 use trainer::checkpoint::{Checkpoint, Parts, RunDir};
 use trainer::draft::AttentionConfig;
-use trainer::export::{self, Engine, ExportDtype, ExportLayout, ExportOptions, ExportReport};
+use trainer::export::{
+    self, Engine, ExportDtype, ExportLayout, ExportOptions, ExportReport, Server,
+};
 use trainer::target::TargetHead;
 
 /// Write config.json and model.safetensors for vLLM and SGLang, and load them back.
@@ -23,7 +25,7 @@ pub(crate) struct ExportArgs {
     #[arg(long, value_enum, default_value = "bf16")]
     dtype: Dtype,
     /// Engines that must read the layer ids correctly: current (vLLM, and SGLang since 2026-05-16),
-    /// vllm, or sglang-old.
+    /// vllm, or sglang-old. Only these engines' launch lines are printed.
     #[arg(long, value_enum, default_value = "current")]
     engine: EngineName,
     /// Write the target's embeddings too, read from --dataset. Engines share the target's anyway.
@@ -116,24 +118,25 @@ fn print(report: &ExportReport, args: &ExportArgs, out: &mut dyn Write) -> std::
     writeln!(out, "loads in       {}", report.loaders.join(", "))?;
     let difference = report.golden_difference;
     writeln!(out, "golden step    differs by {difference:.1e} of the largest logit")?;
+    report.servers.iter().try_for_each(|server| writeln!(out, "{}", launch(*server, report, args)))
+}
+
+/// How a server is started with the draft.
+fn launch(server: Server, report: &ExportReport, args: &ExportArgs) -> String {
     let (n, dir, target) = (args.draft_tokens, report.path.display(), &args.target_name);
-    match report.layout {
-        ExportLayout::Speculators => writeln!(out, "vllm serve {dir}"),
-        _ => {
-            writeln!(
-                out,
-                "vllm serve {target} --speculative-config \
-                    '{{\"method\":\"eagle3\",\"model\":\"{dir}\",\"num_speculative_tokens\":{n}}}'"
-            )?;
-            writeln!(
-                out,
-                "python -m sglang.launch_server --model-path {target} \
-                 --speculative-algorithm EAGLE3 \
-                 --speculative-draft-model-path {dir} --speculative-num-steps {n} \
-                 --speculative-eagle-topk 1 --speculative-num-draft-tokens {} \
-                 --speculative-draft-attention-backend fa3",
-                n + 1
-            )
-        }
+    match (server, report.layout) {
+        (Server::Vllm, ExportLayout::Speculators) => format!("vllm serve {dir}"),
+        (Server::Vllm, _) => format!(
+            "vllm serve {target} --speculative-config \
+                '{{\"method\":\"eagle3\",\"model\":\"{dir}\",\"num_speculative_tokens\":{n}}}'"
+        ),
+        (Server::Sglang, _) => format!(
+            "python -m sglang.launch_server --model-path {target} \
+             --speculative-algorithm EAGLE3 \
+             --speculative-draft-model-path {dir} --speculative-num-steps {n} \
+             --speculative-eagle-topk 1 --speculative-num-draft-tokens {} \
+             --speculative-draft-attention-backend fa3",
+            n + 1
+        ),
     }
 }

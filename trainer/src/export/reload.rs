@@ -30,6 +30,8 @@ pub struct ExportedDraft {
     pub vocab: VocabMap,
     /// Layers whose outputs an engine will feed it.
     pub aux_layers: Vec<LayerIndex>,
+    /// Ids in `eagle_config`, where there are any.
+    pub(super) nested_ids: Option<Vec<u16>>,
 }
 
 impl ExportedDraft {
@@ -57,7 +59,8 @@ impl ExportedDraft {
             }
         };
         let aux_layers = config.aux_layers()?;
-        Ok(Self { draft, weights: loaders::by_parameter(&file), vocab, aux_layers })
+        let nested_ids = config.outer.get("eagle_config").and_then(|eagle| config.ids(eagle).ok());
+        Ok(Self { draft, weights: loaders::by_parameter(&file), vocab, aux_layers, nested_ids })
     }
 
     /// The draft with its parameters on a device.
