@@ -255,8 +255,8 @@ pub struct TrainSection {
     pub noise_kind: NoiseKind,
     /// Batches summed into one optimizer step, over all processes of the run.
     pub accumulate: usize,
-    /// Decay of a moving average of the weights, which is then what is evaluated and exported; 0
-    /// keeps none.
+    /// Decay of a moving average of the weights, at most (1 + n)/(10 + n) at step n. The average is
+    /// then what is evaluated and exported; 0 keeps none.
     pub ema: f64,
     /// Type of states and products.
     pub compute: Compute,
