@@ -20,7 +20,7 @@ pub use self::error::ExportError;
 pub use self::layer_ids::{Engine, LayerIds, SglangRule};
 pub use self::reload::{ExportedDraft, golden_logits};
 use crate::checkpoint::Checkpoint;
-use crate::draft::AttentionConfig;
+use crate::draft::{AttentionConfig, Yarn};
 use crate::target::TargetConfig;
 use crate::tensors::{HostTensor, TensorFile};
 
@@ -327,12 +327,11 @@ fn switches(checkpoint: &Checkpoint) -> [(&'static str, bool); 4] {
 
 /// Both schemas of the rotary settings. `attn_factor` makes an engine that multiplies cosine and
 /// sine by `0.1 ln(factor) + 1` multiply by 1, as in training.
-fn put_rope(config: &mut Map<String, Value>, checkpoint: &Checkpoint, attn_factor: bool) {
-    let draft = &checkpoint.state.draft;
+fn put_rope(config: &mut Map<String, Value>, (theta, yarn): (f64, Option<Yarn>), mla: bool) {
     let mut parameters = Map::new();
-    parameters.insert("rope_theta".into(), draft.rope_theta.into());
-    config.insert("rope_theta".into(), draft.rope_theta.into());
-    let Some(yarn) = draft.yarn else {
+    parameters.insert("rope_theta".into(), theta.into());
+    config.insert("rope_theta".into(), theta.into());
+    let Some(yarn) = yarn else {
         parameters.insert("rope_type".into(), "default".into());
         config.insert("rope_parameters".into(), parameters.into());
         return;
@@ -347,7 +346,10 @@ fn put_rope(config: &mut Map<String, Value>, checkpoint: &Checkpoint, attn_facto
     scaling.insert("beta_slow".into(), yarn.beta_slow.into());
     scaling.insert("mscale".into(), yarn.mscale.into());
     scaling.insert("mscale_all_dim".into(), yarn.mscale_all_dim.into());
-    if attn_factor {
+    if mla {
+        // Older vLLM takes everything from here, and 10000 for a base that it does not find.
+        scaling.insert("rope_theta".into(), theta.into());
+    } else {
         let factor = 1.0 / (0.1 * yarn.factor.ln() + 1.0);
         scaling.insert("attn_factor".into(), factor.into());
     }

@@ -11,7 +11,7 @@ use burn::tensor::FloatDType;
 use safetensors::Dtype;
 use serde_json::{Value, json};
 use trainer::checkpoint::{Checkpoint, Parts};
-use trainer::config::Layout;
+use trainer::config::{Layout, RopeScaling};
 use trainer::export::{
     Engine, ExportDtype, ExportError, ExportLayout, ExportOptions, ExportedDraft, Server, export,
     golden_logits,
@@ -150,6 +150,7 @@ fn mla_and_speculators_names_and_fields() {
     assert_eq!(config["model_type"], json!("kimi_k2"));
     assert_eq!(config["kv_lora_rank"], json!(10));
     assert!(config["rope_scaling"].get("attn_factor").is_none());
+    assert_eq!(config["rope_scaling"]["rope_theta"], json!(50000.0));
 
     let llama = checkpoint(&dir.path().join("l"), |config| {
         config.draft.norm_output = true;
@@ -211,6 +212,28 @@ fn exports_that_engines_would_misread_are_refused() {
     let left: Vec<PathBuf> =
         std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().path()).collect();
     assert_eq!(left.len(), 2, "nothing but data and run stays: {left:?}");
+}
+
+/// vLLM's older MLA draft reads nothing of the rotary settings but `rope_scaling`.
+#[test]
+fn an_mla_draft_with_plain_rope_keeps_its_base_in_every_engine() {
+    let dir = tempfile::tempdir().unwrap();
+    let checkpoint = checkpoint(dir.path(), |config| {
+        config.draft.layout = Layout::Mla;
+        config.draft.rope_scaling = RopeScaling::None;
+    });
+    assert_eq!(checkpoint.state.draft.yarn, None);
+    let out = dir.path().join("out");
+    let options = ExportOptions { dtype: ExportDtype::F32, ..options(ExportLayout::Mla) };
+    let report = export(&checkpoint, &out, &options).unwrap();
+    assert!(report.golden_difference < 1e-6, "{}", report.golden_difference);
+    let (config, _) = written(&out);
+    for schema in ["rope_scaling", "rope_parameters"] {
+        assert_eq!(config[schema]["rope_theta"], json!(50000.0), "{schema}");
+        // Dividing by 1 below a context is plain RoPE, and so is ln 1 in the scale.
+        assert_eq!(config[schema]["factor"], json!(1.0), "{schema}");
+        assert_eq!(config[schema]["original_max_position_embeddings"], json!(512), "{schema}");
+    }
 }
 
 /// SGLang adds one to the ids of a Llama or Qwen target, and takes those of a DeepSeek as they are.
