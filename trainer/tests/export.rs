@@ -236,6 +236,31 @@ fn an_mla_draft_with_plain_rope_keeps_its_base_in_every_engine() {
     }
 }
 
+/// A draft that feeds back something else differs in no first step.
+#[test]
+fn the_golden_rows_see_what_is_fed_back() {
+    let dir = tempfile::tempdir().unwrap();
+    let checkpoint = checkpoint(dir.path(), |config| config.draft.norm_output = true);
+    let out = dir.path().join("out");
+    let exact = ExportOptions { dtype: ExportDtype::F32, ..options(ExportLayout::Llama) };
+    export(&checkpoint, &out, &exact).unwrap();
+    let (mut config, _) = written(&out);
+    config["norm_output"] = json!(false);
+    std::fs::write(out.join("config.json"), config.to_string()).unwrap();
+    let device = Default::default();
+    let changed = ExportedDraft::load(&out).unwrap().draft::<Flex>(&device).unwrap();
+    let changed = golden_logits::<Flex>(changed, &checkpoint.golden).unwrap();
+    let kept = checkpoint.draft(&device).unwrap();
+    let expected = golden_logits::<Flex>(kept, &checkpoint.golden).unwrap();
+    let differ = |rows: std::ops::Range<usize>| {
+        let rows = rows.start * 44..rows.end * 44;
+        expected[rows.clone()].iter().zip(&changed[rows]).any(|(a, b)| (a - b).abs() > 1e-3)
+    };
+    let rows = expected.len() / 44 - 3;
+    assert!(!differ(0..rows), "the first step reads nothing that was fed back");
+    assert!(differ(rows..rows + 3));
+}
+
 /// SGLang adds one to the ids of a Llama or Qwen target, and takes those of a DeepSeek as they are.
 #[test]
 fn ids_follow_the_targets_family() {

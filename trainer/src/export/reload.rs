@@ -84,7 +84,11 @@ pub(super) fn replay(
     loaders::replay(&file, &config.draft(&file)?, (layout, engine))
 }
 
-/// Logits `[rows, draft vocabulary]` of the first step over the golden rows of a checkpoint.
+/// Further steps that are compared: what is fed back shows from the second on.
+const GOLDEN_STEPS: usize = 3;
+
+/// Logits `[rows + 3, draft vocabulary]`: of the first step over the golden rows of a checkpoint,
+/// and of three more behind the last of them.
 pub fn golden_logits<B: DraftOps>(
     draft: Eagle3Draft<B>,
     golden: &TensorFile,
@@ -105,8 +109,12 @@ pub fn golden_logits<B: DraftOps>(
     let tokens: Vec<u32> = (0..rows as u32).collect();
     let size = draft.config().draft_vocab_size;
     let vocabulary = DraftVocabulary::first(size, size);
-    let mut decoder = DraftDecoder::new(draft, table, vocabulary, rows);
-    Ok(decoder.extend_with_logits(NewRows { aux: &aux, next_tokens: &tokens }))
+    let mut decoder = DraftDecoder::new(draft, table, vocabulary, rows + GOLDEN_STEPS);
+    let mut logits = decoder.extend_with_logits(NewRows { aux: &aux, next_tokens: &tokens });
+    // The same tokens for both drafts, whichever each would choose.
+    let behind: Vec<u32> = tokens.iter().copied().cycle().take(GOLDEN_STEPS).collect();
+    logits.extend(decoder.logits_behind(&behind));
+    Ok(logits)
 }
 
 /// Largest difference of golden logits between a checkpoint and an export, over the largest logit.
