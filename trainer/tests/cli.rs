@@ -91,6 +91,9 @@ fn errors_have_their_exit_codes_and_say_what_to_do() {
         (vec!["bench", "--vocab", "0"], 78, "vocab_size"),
         (vec!["bench", "--intermediate", "9000000000000000000"], 78, "at most 16777216"),
         (vec!["evaluate"], 2, "DRAFT"),
+        (vec!["export", "r", "out", "--layout", "speculators"], 2, "--target-name"),
+        (vec!["evaluate", "r", "--live", "--max-new-tokens", "0"], 2, "at least 1"),
+        (vec!["evaluate", "r", "--live", "--limit", "0"], 2, "at least 1"),
     ] {
         let output = trainer(&args);
         let errors = String::from_utf8_lossy(&output.stderr).into_owned();

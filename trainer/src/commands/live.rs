@@ -18,7 +18,7 @@ use trainer::live::{
 };
 use trainer::trained::TrainedDraft;
 
-use super::Usage;
+use super::{Usage, at_least_one};
 
 /// Settings of live decoding.
 #[derive(clap::Args)]
@@ -34,19 +34,20 @@ pub(crate) struct LiveArgs {
     #[arg(long, value_name = "FILE")]
     prompts: Option<PathBuf>,
     /// Most prompts to decode.
-    #[arg(long, default_value_t = usize::MAX, hide_default_value = true, value_name = "N")]
+    #[arg(long, default_value_t = usize::MAX, hide_default_value = true, value_name = "N",
+        value_parser = at_least_one)]
     limit: usize,
     /// Most tokens of an answer.
-    #[arg(long, default_value_t = 128, value_name = "N")]
+    #[arg(long, default_value_t = 128, value_name = "N", value_parser = at_least_one)]
     max_new_tokens: usize,
     /// Drafted tokens a round.
-    #[arg(long, default_value_t = 3, value_name = "N")]
+    #[arg(long, default_value_t = 3, value_name = "N", value_parser = at_least_one)]
     draft_tokens: usize,
     /// Print the text of every answer.
     #[arg(long)]
     show: bool,
     /// Ranks of tensor parallelism of the target.
-    #[arg(long, default_value_t = 1, value_name = "N")]
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = at_least_one)]
     tp: usize,
     /// Where the target computes (with --live): in f32, for texts are compared token for token.
     #[arg(long, value_enum, default_value_t = Device::Cpu, value_name = "DEVICE")]
