@@ -13,7 +13,7 @@ use crate::metrics::TttMetrics;
 use crate::ops::DraftOps;
 use crate::ttt::{TttError, TttOptions, ttt_step};
 
-pub use self::chain::chain_acceptance;
+pub use self::chain::{ChainCounts, chain_acceptance};
 
 /// Upper ends of the length buckets, in tokens of a sample; the last bucket has no end.
 const BUCKETS: [usize; 4] = [256, 1024, 4096, 16384];
@@ -160,10 +160,19 @@ fn run_samples<B: DraftOps>(
 
 /// An evaluation that could not be finished.
 #[derive(Debug, thiserror::Error)]
+        check_device::<B>(&device)?;
 pub enum EvaluateError {
     /// The data set.
     #[error(transparent)]
     Dataset(#[from] DatasetError),
+/// What was measured after a fault means nothing.
+fn check_device<B: DraftOps>(device: &B::Device) -> Result<(), EvaluateError> {
+    match B::fault(device) {
+        None => Ok(()),
+        Some(fault) => Err(TttError::from(fault).into()),
+    }
+}
+
     /// Draft, target and data do not belong together.
     #[error(transparent)]
     Ttt(#[from] TttError),

@@ -60,6 +60,9 @@ fn from_a_data_set_to_an_export() {
         ]);
         evaluation["all"]["acceptance_length"].as_f64().unwrap()
     };
+    // A device that is asked for is used.
+    let elsewhere = ["evaluate", text(&run), "--dataset", text(&data), "--device", "cuda:4711"];
+    assert_eq!(trainer(&elsewhere).status.code(), Some(69));
     let best = report["acceptance_length"].as_f64().unwrap();
     assert!((length(&run) - best).abs() < 1e-9);
     let export = json(&["export", text(&run), text(&out), "--engine", "vllm", "--json"]);
@@ -92,6 +95,11 @@ fn errors_have_their_exit_codes_and_say_what_to_do() {
         (vec!["bench", "--intermediate", "9000000000000000000"], 78, "at most 16777216"),
         (vec!["evaluate"], 2, "DRAFT"),
         (vec!["export", "r", "out", "--layout", "speculators"], 2, "--target-name"),
+        (vec!["evaluate", "r", "--dataset", "d", "--chain", "3", "--show"], 2, "--live"),
+        (vec!["evaluate", "r", "--dataset", "d", "--tp", "2"], 2, "--live"),
+        (vec!["evaluate", "r", "--dataset", "d", "--chain", "3", "--ttt-steps", "2"], 2, "--chain"),
+        (vec!["evaluate", "r", "--live", "--chain", "3"], 2, "cannot be used with"),
+        (vec!["evaluate", "r", "--live", "--all"], 2, "cannot be used with"),
         (vec!["evaluate", "r", "--live", "--max-new-tokens", "0"], 2, "at least 1"),
         (vec!["evaluate", "r", "--live", "--limit", "0"], 2, "at least 1"),
     ] {

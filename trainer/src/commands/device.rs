@@ -2,9 +2,11 @@
 
 use burn::backend::cuda::CudaDevice;
 use burn::tensor::FloatDType;
-use extractor::target::exit_at_once;
+use extractor::target::{Device as EngineDevice, exit_at_once};
 use trainer::config::{Compute, ConfigError};
 use trainer::world::{Place as Seat, World, WorldError};
+
+use super::Usage;
 
 /// A device.
 #[derive(Clone, Debug)]
@@ -64,6 +66,18 @@ impl DeviceArgs {
             None => World::alone(),
         };
         Ok((place, dtype, world))
+    }
+
+    /// The device of a target engine, which takes as many GPUs as it has ranks.
+    pub(crate) fn of_engine(&self) -> anyhow::Result<EngineDevice> {
+        match self.device {
+            Asked::Cpu => Ok(EngineDevice::Cpu),
+            Asked::Cuda(None) => Ok(EngineDevice::Cuda),
+            Asked::Cuda(Some(_)) => Err(Usage(
+                "--live takes --device cpu or cuda; CUDA_VISIBLE_DEVICES chooses the GPUs".into(),
+            )
+            .into()),
+        }
     }
 
     fn open_one(&self, compute: Compute, local_rank: usize) -> anyhow::Result<(Place, FloatDType)> {
