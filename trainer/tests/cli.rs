@@ -35,7 +35,10 @@ fn from_a_data_set_to_an_export() {
                   [train]\nlr = 5e-3\nttt_steps = 3\n[checkpoint]\ncheckpoint_every = 4\n";
     std::fs::write(&file, config).unwrap();
     let fit = ["fit", "--json", "--config", text(&file), "--dataset", text(&data)];
-    let report = json(&[&fit[..], &["--run-dir", text(&run), "--max-steps", "6"]].concat());
+    let fitted = trainer(&[&fit[..], &["--run-dir", text(&run), "--max-steps", "6"]].concat());
+    let said = String::from_utf8_lossy(&fitted.stderr);
+    assert!(said.contains("train.warmup_steps = 20 of 6 steps"), "{said}");
+    let report: Value = serde_json::from_slice(&fitted.stdout).unwrap();
     assert_eq!((&report["steps"], &report["new_steps"]), (&6.into(), &6.into()));
 
     // Without --config the stored settings are used; the finished run has nothing left to do.

@@ -90,6 +90,14 @@ where
         let plan = loader_plan(config, &split);
         let train = &config.train;
         let total_steps = plan.total_steps(&dataset, train.accumulate, train.max_steps);
+        if train.warmup_steps >= total_steps {
+            tracing::warn!(
+                "train.warmup_steps = {} of {total_steps} steps: the learning rate only rises, and \
+                    is {} in the mean; lower it to a few percent of the steps",
+                train.warmup_steps,
+                train.lr * (total_steps + 1) as f64 / (2 * train.warmup_steps) as f64
+            );
+        }
         let lengths = split.train.iter().map(|&at| dataset.samples()[at].tokens);
         let largest = largest_batch(lengths, config.data.max_tokens);
         let target = head.config.clone();
