@@ -134,6 +134,23 @@ fn the_printed_configuration_names_origins_and_reads_back() {
     assert_eq!(again["train"]["lr"], 0.125);
 }
 
+#[test]
+fn the_shipped_configurations_resolve() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs");
+    let mut seen = 0;
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if !text(&path).ends_with("-fit.toml") {
+            continue; // the extractor's
+        }
+        let resolved = json(&["config", "--json", "--config", text(&path)]);
+        let config: trainer::config::FitConfig = serde_json::from_value(resolved).unwrap();
+        config.validate().unwrap();
+        seen += 1;
+    }
+    assert!(seen >= 2);
+}
+
 /// Whether there is no driver or no such GPU, nobody is left with a panic.
 #[test]
 fn a_device_that_is_not_there_has_an_exit_code_of_its_own() {
