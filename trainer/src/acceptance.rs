@@ -3,6 +3,7 @@
 
 mod chain;
 
+use extractor::shutdown::{EXIT_STOPPED, Shutdown};
 use serde::Serialize;
 
 use crate::batch::FrozenTarget;
@@ -97,6 +98,8 @@ pub struct EvaluationPlan<'a> {
     pub max_tokens: usize,
     /// Steps and masks.
     pub options: &'a TttOptions,
+    /// Ends the measurement before its next batch when a stop is asked for.
+    pub stop: Option<&'a Shutdown>,
 }
 
 /// Runs a draft over samples of a data set. Changes nothing: the result depends on the weights and
@@ -148,23 +151,20 @@ fn run_samples<B: DraftOps>(
     let reader = dataset.reader();
     let mut sums = TttMetrics::default();
     for batch in plan(what.indices, &lengths, what.max_tokens) {
+        if what.stop.is_some_and(Shutdown::requested) {
+            return Err(EvaluateError::Stopped);
+        }
         let documents: Vec<_> =
             batch.iter().map(|&at| reader.read(at)).collect::<Result<_, _>>()?;
         let batch = collate_plain(&documents)
             .and_then(|host| host.to_device::<B>(&device, draft.dtype()))
             .map_err(DatasetError::from)?;
         sums.add(&ttt_step(draft, frozen, &batch, what.options)?.metrics());
+        check_device::<B>(&device)?;
     }
     Ok(sums)
 }
 
-/// An evaluation that could not be finished.
-#[derive(Debug, thiserror::Error)]
-        check_device::<B>(&device)?;
-pub enum EvaluateError {
-    /// The data set.
-    #[error(transparent)]
-    Dataset(#[from] DatasetError),
 /// What was measured after a fault means nothing.
 fn check_device<B: DraftOps>(device: &B::Device) -> Result<(), EvaluateError> {
     match B::fault(device) {
@@ -173,9 +173,18 @@ fn check_device<B: DraftOps>(device: &B::Device) -> Result<(), EvaluateError> {
     }
 }
 
+/// An evaluation that could not be finished.
+#[derive(Debug, thiserror::Error)]
+pub enum EvaluateError {
+    /// The data set.
+    #[error(transparent)]
+    Dataset(#[from] DatasetError),
     /// Draft, target and data do not belong together.
     #[error(transparent)]
     Ttt(#[from] TttError),
+    /// A stop was asked for.
+    #[error("stopped by a signal in an evaluation")]
+    Stopped,
 }
 
 impl EvaluateError {
@@ -184,6 +193,7 @@ impl EvaluateError {
         match self {
             Self::Dataset(error) => error.exit_code(),
             Self::Ttt(error) => error.exit_code(),
+            Self::Stopped => EXIT_STOPPED,
         }
     }
 }

@@ -17,8 +17,8 @@ pub use self::error::FitError;
 pub use self::session::{Session, frozen_target, mapping, ttt_options};
 pub use self::stall::InputTimes;
 pub use self::step::TrainState;
-use crate::acceptance::Evaluation;
-use crate::checkpoint::RunDir;
+use crate::acceptance::{EvaluateError, Evaluation};
+use crate::checkpoint::{Checkpoint, RunDir};
 use crate::config::FitConfig;
 use crate::exchange::ExchangeOps;
 use crate::input::InputOps;
@@ -111,6 +111,7 @@ where
             break;
         }
         let Some(group) = state.next_group(&mut loader, config.train.accumulate)? else { break };
+    resume_evaluation(&session, &mut state, (&mut log, start, stop))?;
         let outcome = state.train(&session, group)?;
         tokens += outcome.tokens;
         let seconds = clock.elapsed().as_secs_f64();
@@ -118,20 +119,8 @@ where
         if let Some(log) = &mut log {
             log.record(state.step, outcome.record(tokens as f64 / seconds, stall))?;
         }
-        let last = state.step == session.total_steps;
-        let keep = &config.checkpoint;
-        let mut improved = false;
-        if last || state.step.is_multiple_of(keep.eval_every) {
-            improved = evaluate(&session, &mut state, &mut log)?;
-        }
-        if last || improved || state.step.is_multiple_of(keep.checkpoint_every) {
-            tracing::trace!(target: "aerie::steps", step = state.step, "checkpoint");
-            save(&session, &state, &run)?;
+        if evaluate_and_save(&session, &mut state, (&mut log, &run, stop))? {
             saved = Some(state.step);
-            tracing::trace!(target: "aerie::steps", step = state.step, "prune");
-            if first {
-                run.prune(keep.keep_last, state.best)?;
-            }
         }
         if let Some(log) = &mut log {
             log.progress(state.step, &outcome.summary(state.best, stall));
@@ -179,11 +168,58 @@ fn check_start(
     Ok(())
 }
 
-/// Evaluates on the first process and tells the others; true for the best so far.
+/// Evaluates and saves where the settings, the end of the run or a better draft ask for it; true
+/// when it has saved.
+fn evaluate_and_save<B>(
+    session: &Session<B>,
+    state: &mut TrainState<B>,
+    (log, run, stop): (&mut Option<RunLog>, &RunDir, &Shutdown),
+) -> Result<bool, FitError>
+where
+    B: AutodiffBackend + DraftOps + InputOps,
+    B::InnerBackend: DraftOps + ExchangeOps,
+{
+    let (last, keep) = (state.step == session.total_steps, &session.config.checkpoint);
+    let mut improved = false;
+    if last || state.step.is_multiple_of(keep.eval_every) {
+        // Of a finished run the last evaluation belongs to the result.
+        improved = evaluate(session, state, (log, (!last).then_some(stop)))?;
+    }
+    if !last && !improved && !state.step.is_multiple_of(keep.checkpoint_every) {
+        return Ok(false);
+    }
+    tracing::trace!(target: "aerie::steps", step = state.step, "checkpoint");
+    save(session, state, run)?;
+    tracing::trace!(target: "aerie::steps", step = state.step, "prune");
+    if state.shards.world().is_first() {
+        run.prune(keep.keep_last, state.best)?;
+    }
+    Ok(true)
+}
+
+/// Makes up for an evaluation that the stop of the earlier process cut off.
+fn resume_evaluation<B>(
+    session: &Session<B>,
+    state: &mut TrainState<B>,
+    (log, start, stop): (&mut Option<RunLog>, Start, &Shutdown),
+) -> Result<(), FitError>
+where
+    B: AutodiffBackend + DraftOps + InputOps,
+    B::InnerBackend: DraftOps + ExchangeOps,
+{
+    let due = state.step.is_multiple_of(session.config.checkpoint.eval_every);
+    if start == Start::Resume && due && state.step > 0 && state.acceptance_length.is_none() {
+        evaluate(session, state, (log, Some(stop)))?;
+    }
+    Ok(())
+}
+
+/// Evaluates on the first process and tells the others; true for the best so far. Without a result
+/// where `stop` cuts it off.
 fn evaluate<B>(
     session: &Session<B>,
     state: &mut TrainState<B>,
-    log: &mut Option<RunLog>,
+    (log, stop): (&mut Option<RunLog>, Option<&Shutdown>),
 ) -> Result<bool, FitError>
 where
     B: AutodiffBackend + DraftOps + InputOps,
@@ -193,15 +229,19 @@ where
         return Ok(false);
     }
     let draft = state.evaluated()?;
-    let mut length = 0.0;
-    if let Some(log) = log
-        && let Some(evaluation) = session.evaluate(&draft)?
-    {
-        length = evaluation.all.acceptance_length;
-        log.record(state.step, evaluation_record(&evaluation))?;
+    let mut length = f64::NAN;
+    if let Some(log) = log {
+        match session.evaluate(&draft, stop) {
+            Ok(Some(evaluation)) => {
+                length = evaluation.all.acceptance_length;
+                log.record(state.step, evaluation_record(&evaluation))?;
+            }
+            Ok(None) | Err(FitError::Evaluate(EvaluateError::Stopped)) => {}
+            Err(error) => return Err(error),
+        }
     }
     let length = state.shards.world().from_first(length)?;
-    Ok(state.judge(length))
+    Ok(!length.is_nan() && state.judge(length))
 }
 
 /// Gathers a checkpoint from all processes; the first one writes it.

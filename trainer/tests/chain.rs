@@ -69,7 +69,7 @@ fn rounds_are_those_of_a_decoder_with_a_cache() {
     let dataset = &session.dataset;
     let indices: Vec<usize> = (0..dataset.samples().len()).collect();
     let options = ttt_options(&config);
-    let what = EvaluationPlan { indices: &indices, max_tokens: 96, options: &options };
+    let what = EvaluationPlan { indices: &indices, max_tokens: 96, options: &options, stop: None };
     let head = TargetHead::load(&dataset.dir().target()).unwrap();
     let shape = [head.vocab_size, head.hidden_size];
     let table = head.embed_tokens.clone();

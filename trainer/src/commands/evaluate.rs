@@ -203,7 +203,7 @@ impl<'a, B: DraftOps> Recorded<'a, B> {
 
     fn plan<'b>(&'b self, options: &'b TttOptions) -> EvaluationPlan<'b> {
         let max_tokens = self.config.data.max_tokens;
-        EvaluationPlan { indices: &self.indices, max_tokens, options }
+        EvaluationPlan { indices: &self.indices, max_tokens, options, stop: None }
     }
 
     fn evaluate(&self) -> anyhow::Result<Evaluation> {

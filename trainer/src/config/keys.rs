@@ -111,6 +111,8 @@ pub const KEYS: &[Key] = &[
     free(key("checkpoint", "keep_last", Number, "newest checkpoints kept, beside the best")),
     free(key("checkpoint", "eval_every", Number, "optimizer steps between evaluations on \
         held-out samples")),
+    key("checkpoint", "eval_samples", Number, "held-out samples of an evaluation: the first so \
+        many by id"),
 ];
 
 /// The entry of `section.name`.

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{DType, FloatDType, Tensor, TensorData};
+use extractor::shutdown::Shutdown;
 
 use super::FitError;
 use crate::acceptance::{Evaluation, EvaluationPlan, evaluate};
@@ -137,16 +138,18 @@ where
         Ok(Loader::start(self.dataset.clone(), plan, state, (reading, rooms)))
     }
 
-    /// Acceptance on the held-out samples; `None` when there are none.
+    /// Acceptance on the held-out samples, at most `checkpoint.eval_samples` of them; `None` when
+    /// there are none.
     pub fn evaluate(
         &self,
         draft: &Eagle3Draft<B::InnerBackend>,
     ) -> Result<Option<Evaluation>, FitError> {
-        if self.split.held_out.is_empty() {
+        let held_out = &self.split.held_out;
+        if held_out.is_empty() {
             return Ok(None);
         }
         let what = EvaluationPlan {
-            indices: &self.split.held_out,
+            indices: &held_out[..count],
             max_tokens: self.config.data.max_tokens,
             options: &self.options,
         };
@@ -156,14 +159,18 @@ where
     /// Rows of the target's head for the draft vocabulary, `[draft vocabulary, H]`.
     pub fn draft_rows_of_lm_head(&self) -> Tensor<B::InnerBackend, 2> {
         self.frozen_inner.draft_rows_of_lm_head()
+        stop: Option<&Shutdown>,
     }
 }
 
 /// Options of the training-time test.
+        // Ordered by id, so that the samples stay the same ones whatever else is recorded.
+        let count = held_out.len().min(self.config.checkpoint.eval_samples);
 pub fn ttt_options(config: &FitConfig) -> TttOptions {
     TttOptions {
         steps: config.train.ttt_steps,
         step_decay: config.train.step_decay,
+            stop,
         loss: match config.train.loss {
             Loss::Ce => LossKind::SoftCrossEntropy,
             Loss::Kl => LossKind::KullbackLeibler,
