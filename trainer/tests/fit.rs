@@ -16,8 +16,9 @@ use trainer::world::World;
 
 type Backend = Autodiff<Flex>;
 
+const F32: FloatDType = FloatDType::F32;
 fn run(config: &FitConfig, start: Start) -> Result<FitReport, FitError> {
-    fit::run::<Backend>(config, (start, &World::alone()), (&Default::default(), FloatDType::F32))
+    fit::run::<Backend>(config, (start, &World::alone()), (&Default::default(), F32))
 }
 
 fn bytes(dir: &Path, name: &str) -> Vec<u8> {
@@ -74,13 +75,14 @@ fn resume_is_exact(layout: Layout, accumulate: usize) {
             ..straight.clone()
         };
         // What a killed run leaves: its checkpoints up to k, and a log that goes further.
-        let kept = RunDir::new(&out).checkpoint(k);
-        std::fs::create_dir_all(&kept).unwrap();
-        for entry in
-            std::fs::read_dir(RunDir::new(&straight.checkpoint.run_dir).checkpoint(k)).unwrap()
-        {
-            let entry = entry.unwrap();
-            std::fs::copy(entry.path(), kept.join(entry.file_name())).unwrap();
+        for step in 1..=k {
+            let from = RunDir::new(&straight.checkpoint.run_dir).checkpoint(step);
+            let kept = RunDir::new(&out).checkpoint(step);
+            std::fs::create_dir_all(&kept).unwrap();
+            for entry in std::fs::read_dir(from).unwrap() {
+                let entry = entry.unwrap();
+                std::fs::copy(entry.path(), kept.join(entry.file_name())).unwrap();
+            }
         }
         let log = RunDir::new(&out).metrics();
         std::fs::copy(RunDir::new(&straight.checkpoint.run_dir).metrics(), &log).unwrap();
@@ -132,7 +134,7 @@ fn resuming_at_every_step_of_fifty_is_bit_exact() {
     straight.checkpoint.checkpoint_every = 1;
     straight.checkpoint.keep_last = 1000;
     assert_eq!(run(&straight, Start::Fresh).unwrap().steps, 50);
-    let place = (&Default::default(), FloatDType::F32);
+    let place = (&Default::default(), F32);
     let session = Session::<Backend>::open(&straight, place).unwrap();
     let original = RunDir::new(&straight.checkpoint.run_dir);
     for k in 1..50 {
@@ -214,6 +216,43 @@ fn resuming_with_other_settings_or_data_is_refused() {
     config.data.dataset = grown;
     assert!(matches!(run(&config, Start::Resume), Err(FitError::OtherVocab { .. })));
 }
+    // A full vocabulary needs no counts, but the order of samples would be another one.
+    (config.data.dataset, config.checkpoint.run_dir) = (data, dir.path().join("full"));
+    config.draft.draft_vocab_size = Some(support::VOCAB);
+    run(&config, Start::Fresh).unwrap();
+    config.data.dataset = dir.path().join("grown");
+    assert!(matches!(run(&config, Start::Resume), Err(FitError::OtherSamples { .. })));
+}
+
+#[test]
+fn a_continued_run_counts_no_tokens_again_and_a_fresh_one_reads_no_states_for_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let (data, out) = (dir.path().join("data"), dir.path().join("run"));
+    support::dataset(&data, 20);
+    let mut config = support::config(&data, &out);
+    config.train.max_steps = 1;
+    let checkpoint = run(&config, Start::Fresh).unwrap().checkpoint;
+    let (mut state, vocab) = Checkpoint::load_vocab(&checkpoint).unwrap();
+    let marked = VocabMap::from_tensors(&vocab.d2t(), &vocab.t2d(), "marked".into(), 0.5).unwrap();
+    let open = |state: &CheckpointState| {
+        let (kept, place) = ((state.clone(), marked.clone()), (&Default::default(), F32));
+        Session::<Backend>::open_with(&config, Some(kept), place).unwrap().vocab
+    };
+    assert_eq!(open(&state), marked);
+    state.samples_digest = "of other samples".into();
+    assert_eq!(open(&state).digest(), vocab.digest());
+
+    // Tokens are counted without a look at the states beside them.
+    let dataset = ManifestDataset::open(&data).unwrap();
+    let shard = dataset.dir().shards().join(&dataset.samples()[0].shard_file);
+    let mut bytes = std::fs::read(&shard).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    std::fs::write(&shard, bytes).unwrap();
+    let quick = dataset.quick_reader();
+    assert!((0..20).all(|at| quick.read_tokens(at).is_ok()), "the byte is of a state");
+    let error = dataset.reader().read(0).unwrap_err();
+    assert!(error.to_string().contains("digest"), "{error}");
 
 /// Values of a name in metrics.jsonl, one a step.
 fn curve(run_dir: &Path, name: &str) -> Vec<f64> {
@@ -277,12 +316,24 @@ fn noise_differs_from_epoch_to_epoch() {
 }
 
 #[test]
-fn the_best_checkpoint_outlives_newer_ones() {
+fn a_run_that_goes_back_finds_its_best_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
-    let run_dir = RunDir::new(dir.path());
-    for step in 1..=4 {
-        std::fs::create_dir_all(run_dir.checkpoint(step)).unwrap();
-        std::fs::write(run_dir.checkpoint(step).join("BLAKE3SUMS"), "").unwrap();
+    let (data, out) = (dir.path().join("data"), dir.path().join("run"));
+    support::dataset(&data, 20);
+    let mut config = support::config(&data, &out);
+    config.train.max_steps = 3;
+    let session = Session::<Backend>::open(&config, (&Default::default(), F32)).unwrap();
+    let (run_dir, world) = (RunDir::new(&out), World::alone());
+    let mut state = TrainState::start(&session, &run_dir, (Start::Fresh, &world)).unwrap();
+    let mut save = |step, best| {
+        state.step = step;
+        state.best = Some(Best { step: best, acceptance_length: 1.0 + best as f64 });
+        state.checkpoint(&session).unwrap().unwrap().save(&run_dir).unwrap();
+        run_dir.prune(2, state.best).unwrap();
+    };
+    let damage = || std::fs::remove_file(run_dir.checkpoint(3).join("BLAKE3SUMS")).unwrap();
+    for (step, best) in [(1, 1), (2, 1), (3, 3)] {
+        save(step, best);
     }
     run_dir.prune(2, Some(Best { step: 1, acceptance_length: 2.5 })).unwrap();
     assert_eq!(run_dir.steps().unwrap(), [1, 3, 4]);
@@ -296,7 +347,7 @@ fn only_a_longer_acceptance_length_is_better() {
     let (data, out) = (dir.path().join("data"), dir.path().join("run"));
     support::dataset(&data, 20);
     let config = support::config(&data, &out);
-    let place = (&Default::default(), FloatDType::F32);
+    let place = (&Default::default(), F32);
     let session = Session::<Backend>::open(&config, place).unwrap();
     let start = (Start::Fresh, &World::alone());
     let mut state = TrainState::start(&session, &RunDir::new(&out), start).unwrap();
@@ -390,18 +441,6 @@ fn a_damaged_checkpoint_is_named_and_not_used() {
     std::fs::remove_file(checkpoint.join("BLAKE3SUMS")).unwrap();
     assert!(Checkpoint::load(&checkpoint, Parts::Everything).is_err());
     assert_eq!(RunDir::new(&out).steps().unwrap(), Vec::<u64>::new());
-}
-
-#[test]
-fn one_run_directory_has_one_writer() {
-    let dir = tempfile::tempdir().unwrap();
-    let run_dir = RunDir::new(dir.path());
-    let lock = run_dir.claim().unwrap();
-    let error = run_dir.claim().unwrap_err();
-    assert_eq!(error.exit_code(), 73);
-    assert!(error.to_string().contains("process"), "{error}");
-    drop(lock);
-    run_dir.claim().unwrap();
 }
 
 #[test]

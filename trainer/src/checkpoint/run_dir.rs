@@ -129,16 +129,26 @@ impl RunDir {
         }
     }
 
-    /// Renames damaged checkpoints to `damaged-step-NNNNNNNN` until the newest is sound, and says
-    /// so. Every file of the newest is read.
+    /// Renames damaged checkpoints to `damaged-step-NNNNNNNN` (a second one of the step to
+    /// `damaged-step-NNNNNNNN-2`) until the newest is sound, and says so. Every file of the newest
+    /// is read.
     pub fn set_damaged_aside(&self) -> Result<(), CheckpointError> {
         let _lock = self.claim()?;
         let rename = |step: u64, error: &CheckpointError| {
-            let aside = self.checkpoints_dir().join(format!("damaged-{PREFIX}{step:08}"));
+            let aside = self.aside(step);
             tracing::warn!("{error}: set aside as {}", aside.display());
             Ok(shared::durable::publish_dir(&self.checkpoint(step), &aside)?)
         };
         self.find_sound(rename).map(drop)
+    }
+
+    /// A name for a damaged checkpoint that no earlier one of its step has.
+    fn aside(&self, step: u64) -> PathBuf {
+        let name = format!("damaged-{PREFIX}{step:08}");
+        let later = (2..).map(|count| format!("{name}-{count}"));
+        let mut names = std::iter::once(name.clone()).chain(later);
+        let free = names.find(|name| !self.checkpoints_dir().join(name).exists());
+        self.checkpoints_dir().join(free.unwrap_or(name))
     }
 
     /// The newest checkpoint whose every byte is what was written; renames nothing, so that it can
@@ -168,7 +178,17 @@ impl RunDir {
     pub fn best(&self) -> Result<PathBuf, CheckpointError> {
         let latest = self.latest()?;
         let state = Checkpoint::load_state(&latest)?;
-        Ok(state.best.map_or(latest, |best| self.checkpoint(best.step)))
+        Ok(self.existing(state.best).map_or(latest, |best| self.checkpoint(best.step)))
+    }
+
+    /// The same, or `None` where its checkpoint is gone.
+    pub fn existing(&self, best: Option<Best>) -> Option<Best> {
+        let there = |best: &Best| self.checkpoint(best.step).join(SUMS).is_file();
+        let kept = best.filter(there);
+        if let (Some(best), None) = (best, kept) {
+            tracing::warn!("the best checkpoint, of step {}, is gone", best.step);
+        }
+        kept
     }
 
     /// The checkpoint that `path` names: itself, or the best one of a run directory.
@@ -182,19 +202,56 @@ impl RunDir {
         }
     }
 
-    /// Removes all but the `keep` newest checkpoints and the best one.
+    /// Removes all but the `keep` newest checkpoints, the best one, and those that a kept one names
+    /// as its best: `--allow-older` may go back to it.
     pub fn prune(&self, keep: usize, best: Option<Best>) -> Result<(), CheckpointError> {
         let steps = self.steps()?;
-        for &step in steps.iter().take(steps.len().saturating_sub(keep)) {
-            if best.is_none_or(|best| best.step != step) {
-                let path = self.checkpoint(step);
-                // First the list of digests: without it the directory is no checkpoint any more,
-                // so one half removed is never taken for one.
-                let removed = std::fs::remove_file(path.join(SUMS))
-                    .and_then(|()| std::fs::remove_dir_all(&path));
-                removed.map_err(|source| CheckpointError::Io { path, source })?;
-            }
+        let (old, newest) = steps.split_at(steps.len().saturating_sub(keep));
+        let named = newest.iter().filter_map(|&step| {
+            // A damaged one names nothing.
+            Checkpoint::load_state(&self.checkpoint(step)).ok()?.best
+        });
+        let kept: Vec<u64> = named.chain(best).map(|best| best.step).collect();
+        for &step in old.iter().filter(|step| !kept.contains(step)) {
+            let path = self.checkpoint(step);
+            // First the list of digests: without it the directory is no checkpoint any more,
+            // so one half removed is never taken for one.
+            let removed =
+                std::fs::remove_file(path.join(SUMS)).and_then(|()| std::fs::remove_dir_all(&path));
+            removed.map_err(|source| CheckpointError::Io { path, source })?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::disallowed_methods)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_best_checkpoint_outlives_newer_ones() {
+        let dir = tempfile::tempdir().unwrap();
+        let run_dir = RunDir::new(dir.path());
+        for step in 1..=4 {
+            std::fs::create_dir_all(run_dir.checkpoint(step)).unwrap();
+            std::fs::write(run_dir.checkpoint(step).join("BLAKE3SUMS"), "").unwrap();
+        }
+        run_dir.prune(2, Some(Best { step: 1, acceptance_length: 2.5 })).unwrap();
+        assert_eq!(run_dir.steps().unwrap(), [1, 3, 4]);
+        run_dir.prune(1, None).unwrap();
+        assert_eq!(run_dir.steps().unwrap(), [4]);
+    }
+
+    #[test]
+    fn one_run_directory_has_one_writer() {
+        let dir = tempfile::tempdir().unwrap();
+        let run_dir = RunDir::new(dir.path());
+        let lock = run_dir.claim().unwrap();
+        let error = run_dir.claim().unwrap_err();
+        assert_eq!(error.exit_code(), 73);
+        assert!(error.to_string().contains("process"), "{error}");
+        drop(lock);
+        run_dir.claim().unwrap();
     }
 }

@@ -167,7 +167,7 @@ where
             optimizer,
             step: state.step,
             loader: state.loader,
-            best: state.best,
+            best: run.existing(state.best),
             acceptance_length: state.acceptance_length,
             input: InputTimes::default(),
             shards,
