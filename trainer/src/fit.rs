@@ -100,6 +100,10 @@ where
     let open_log = || RunLog::open(&run.metrics(), state.step, session.total_steps);
     let mut log = first.then(open_log).transpose()?;
     let clock = std::time::Instant::now();
+    let expected = world.from_first(state.step as f64)? as u64;
+    if state.step != expected {
+        return Err(FitError::OtherStep { expected, found: state.step });
+    }
     let (first_step, mut tokens) = (state.step, 0);
     let mut saved = None;
 
@@ -146,8 +150,9 @@ where
         seconds_waited: state.input.waited(),
         vocab_coverage: session.vocab.coverage(),
         samples: (session.split.train.len(), session.split.held_out.len()),
-        checkpoint: run.latest()?,
-        best: state.best.map_or(run.latest()?, |best| run.checkpoint(best.step)),
+        // Not looked up: only the first process need see what it wrote.
+        checkpoint: run.checkpoint(state.step),
+        best: run.checkpoint(state.best.map_or(state.step, |best| best.step)),
         acceptance_length: state.best.map(|best| best.acceptance_length),
     })
 }

@@ -182,7 +182,12 @@ fn free_port() -> u16 {
 
 /// Starts one of two processes, as torchrun does.
 fn start(rank: usize, port: u16, args: &[&str]) -> Child {
+    start_in(Path::new("."), rank, (port, args))
+}
+
+fn start_in(dir: &Path, rank: usize, (port, args): (u16, &[&str])) -> Child {
     Command::new(env!("CARGO_BIN_EXE_trainer"))
+        .current_dir(dir)
         .args(args)
         .env("RANK", rank.to_string())
         .env("WORLD_SIZE", "2")
@@ -228,6 +233,44 @@ fn several_processes_go_on_from_an_older_checkpoint() {
     assert_eq!(report["steps"], 4);
     let aside = ["damaged-step-00000003", "damaged-step-00000004"];
     assert!(aside.iter().all(|name| checkpoints.join(name).is_dir()));
+}
+
+/// Hosts whose run directory of the same name is another folder.
+#[test]
+fn processes_without_a_shared_run_directory_train_but_do_not_continue() {
+    let dir = tempfile::tempdir().unwrap();
+    let (data, hosts) = (dir.path().join("data"), ["one", "two"].map(|name| dir.path().join(name)));
+    support::dataset(&data, 40);
+    hosts.iter().for_each(|host| std::fs::create_dir(host).unwrap());
+    let both = |args: &[&str]| {
+        let port = free_port();
+        let processes = [0, 1].map(|rank| start_in(&hosts[rank], rank, (port, args)));
+        processes.map(|process| process.wait_with_output().unwrap())
+    };
+    let settings = "fit --json --run-dir run --ttt-steps 2 --draft-vocab-size 44 --accumulate 2 \
+                    --max-steps 2 --checkpoint-every 1 --max-tokens 64 --dataset";
+    let settings: Vec<&str> = settings.split_whitespace().chain([text(&data)]).collect();
+    for output in both(&settings) {
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{errors}");
+    }
+    assert!(!hosts[1].join("run").exists(), "the second process wrote nothing");
+    let resume = ["fit", "--json", "--resume", "run"];
+    let alone = start_in(&hosts[1], 1, (free_port(), &resume)).wait_with_output().unwrap();
+    assert_eq!(alone.status.code(), Some(65));
+    let errors = String::from_utf8_lossy(&alone.stderr);
+    assert!(errors.contains("on a folder that all of them share"), "{errors}");
+    // An old copy is no shared folder either.
+    let checkpoint = |host: &Path| host.join("run/checkpoints/step-00000001");
+    std::fs::create_dir_all(checkpoint(&hosts[1])).unwrap();
+    for entry in std::fs::read_dir(checkpoint(&hosts[0])).unwrap() {
+        let entry = entry.unwrap();
+        std::fs::copy(entry.path(), checkpoint(&hosts[1]).join(entry.file_name())).unwrap();
+    }
+    let [_, second] = both(&resume);
+    let errors = String::from_utf8_lossy(&second.stderr);
+    assert_eq!(second.status.code(), Some(78), "{errors}");
+    assert!(errors.contains("continues from step 2, this one found step 1"), "{errors}");
 }
 
 #[test]

@@ -71,6 +71,17 @@ pub enum FitError {
         /// Processes.
         size: usize,
     },
+    /// Processes that would continue from different checkpoints.
+    #[error(
+        "the first process continues from step {expected}, this one found step {found}: the run \
+            directory must be on a folder that all processes share"
+    )]
+    OtherStep {
+        /// Step of the first process.
+        expected: u64,
+        /// Step of this one.
+        found: u64,
+    },
     /// metrics.jsonl.
     #[error(transparent)]
     Log(#[from] RunLogError),
@@ -163,4 +174,5 @@ impl FitError {
             | Self::StateNotFinite { .. } => 65,
         }
     }
+            | Self::OtherStep { .. }
 }
