@@ -76,6 +76,15 @@ pub struct CheckpointState {
     pub vocab_coverage: f64,
     /// Digest of the data set's fingerprint.
     pub dataset_fingerprint: String,
+    /// Digest of the ids of the samples trained on; empty in checkpoints of older versions.
+    #[serde(default)]
+    pub samples_digest: String,
+}
+
+/// So few digits that JSON gives the same value back: of a value with all of its digits the reader
+/// may miss the last bit.
+pub fn exact_in_json(value: f64) -> f64 {
+    (value * 1e12).round() / 1e12
 }
 
 /// A checkpoint in memory.
@@ -151,18 +160,12 @@ impl Checkpoint {
         let sums = read_sums(dir)?;
         let read = |name: &str| read_checked(dir, name, &sums);
         let path = |name: &str| dir.join(name);
-        let state = Self::load_state(dir)?;
+        let (state, vocab) = Self::load_vocab(dir)?;
         let config_bytes = read(CONFIG)?;
         let config = FitConfig::from_toml(&String::from_utf8_lossy(&config_bytes), &path(CONFIG))?;
         let tensors = |name: &str| -> Result<TensorFile, CheckpointError> {
             Ok(TensorFile::decode(&read(name)?, &path(name))?)
         };
-        let mapping = tensors(VOCAB)?;
-        let wrong = |name: &str| CheckpointError::Tensor { path: path(VOCAB), name: name.into() };
-        let d2t = mapping.get("d2t", &path(VOCAB))?.to_i64().ok_or_else(|| wrong("d2t"))?;
-        let t2d = mapping.get("t2d", &path(VOCAB))?.to_bool().ok_or_else(|| wrong("t2d"))?;
-        let digest = state.vocab_digest.clone();
-        let vocab = VocabMap::from_tensors(&d2t, &t2d, digest, state.vocab_coverage)?;
         Ok(Self {
             config,
             weights: tensors(WEIGHTS)?,
@@ -174,6 +177,19 @@ impl Checkpoint {
             golden: tensors(GOLDEN)?,
             state,
         })
+    }
+
+    /// Reads and checks the small part of a checkpoint and its draft vocabulary only.
+    pub fn load_vocab(dir: &Path) -> Result<(CheckpointState, VocabMap), CheckpointError> {
+        let state = Self::load_state(dir)?;
+        let path = dir.join(VOCAB);
+        let mapping = TensorFile::decode(&read_checked(dir, VOCAB, &read_sums(dir)?)?, &path)?;
+        let wrong = |name: &str| CheckpointError::Tensor { path: path.clone(), name: name.into() };
+        let d2t = mapping.get("d2t", &path)?.to_i64().ok_or_else(|| wrong("d2t"))?;
+        let t2d = mapping.get("t2d", &path)?.to_bool().ok_or_else(|| wrong("t2d"))?;
+        let digest = state.vocab_digest.clone();
+        let vocab = VocabMap::from_tensors(&d2t, &t2d, digest, state.vocab_coverage)?;
+        Ok((state, vocab))
     }
 
     /// Reads and checks the small part of a checkpoint only.

@@ -94,19 +94,24 @@ where
     let first = world.is_first();
     let _lock = first.then(|| run.claim()).transpose()?;
     check_start(config, &run, (start, world))?;
-    let session = Session::<B>::open(config, (device, dtype))?;
+    let kept = match start {
+        Start::Fresh => None,
+        Start::Resume => Some(Checkpoint::load_vocab(&run.latest()?)?),
+    };
+    let session = Session::<B>::open_with(config, kept, (device, dtype))?;
     let mut state = TrainState::start(&session, &run, (start, world))?;
-    let mut loader = session.loader(state.loader, world)?;
-    let open_log = || RunLog::open(&run.metrics(), state.step, session.total_steps);
-    let mut log = first.then(open_log).transpose()?;
-    let clock = std::time::Instant::now();
     let expected = world.from_first(state.step as f64)? as u64;
     if state.step != expected {
         return Err(FitError::OtherStep { expected, found: state.step });
     }
+    let mut loader = session.loader(state.loader, world)?;
+    let open_log = || RunLog::open(&run.metrics(), state.step, session.total_steps);
+    let mut log = first.then(open_log).transpose()?;
+    let clock = std::time::Instant::now();
     let (first_step, mut tokens) = (state.step, 0);
     let mut saved = None;
 
+    resume_evaluation(&session, &mut state, (&mut log, start, stop))?;
     let mut stopped = false;
     while state.step < session.total_steps {
         // All end after the same step, whenever the signal comes to each.
@@ -115,7 +120,6 @@ where
             break;
         }
         let Some(group) = state.next_group(&mut loader, config.train.accumulate)? else { break };
-    resume_evaluation(&session, &mut state, (&mut log, start, stop))?;
         let outcome = state.train(&session, group)?;
         tokens += outcome.tokens;
         let seconds = clock.elapsed().as_secs_f64();

@@ -7,16 +7,17 @@ use std::path::Path;
 
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::FloatDType;
-use trainer::checkpoint::{Best, Checkpoint, Parts, RunDir};
+use trainer::checkpoint::{Best, Checkpoint, CheckpointState, Parts, RunDir};
 use trainer::config::{FitConfig, Layout, Loss, NoiseKind};
 use trainer::dataset::ManifestDataset;
 use trainer::fit::{self, FitError, FitReport, Session, Start, TrainState};
 use trainer::schedule::Decay;
+use trainer::vocab::VocabMap;
 use trainer::world::World;
 
 type Backend = Autodiff<Flex>;
-
 const F32: FloatDType = FloatDType::F32;
+
 fn run(config: &FitConfig, start: Start) -> Result<FitReport, FitError> {
     fit::run::<Backend>(config, (start, &World::alone()), (&Default::default(), F32))
 }
@@ -215,7 +216,6 @@ fn resuming_with_other_settings_or_data_is_refused() {
     support::dataset(&grown, 30);
     config.data.dataset = grown;
     assert!(matches!(run(&config, Start::Resume), Err(FitError::OtherVocab { .. })));
-}
     // A full vocabulary needs no counts, but the order of samples would be another one.
     (config.data.dataset, config.checkpoint.run_dir) = (data, dir.path().join("full"));
     config.draft.draft_vocab_size = Some(support::VOCAB);
@@ -253,6 +253,7 @@ fn a_continued_run_counts_no_tokens_again_and_a_fresh_one_reads_no_states_for_it
     assert!((0..20).all(|at| quick.read_tokens(at).is_ok()), "the byte is of a state");
     let error = dataset.reader().read(0).unwrap_err();
     assert!(error.to_string().contains("digest"), "{error}");
+}
 
 /// Values of a name in metrics.jsonl, one a step.
 fn curve(run_dir: &Path, name: &str) -> Vec<f64> {
@@ -315,6 +316,8 @@ fn noise_differs_from_epoch_to_epoch() {
     assert!(first.iter().zip(&second).all(|(a, b)| a != b), "{first:?} {second:?}");
 }
 
+/// The newest checkpoint names itself as the best; the one before it, to which a run may go back,
+/// names an older one.
 #[test]
 fn a_run_that_goes_back_finds_its_best_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
@@ -335,10 +338,21 @@ fn a_run_that_goes_back_finds_its_best_checkpoint() {
     for (step, best) in [(1, 1), (2, 1), (3, 3)] {
         save(step, best);
     }
-    run_dir.prune(2, Some(Best { step: 1, acceptance_length: 2.5 })).unwrap();
-    assert_eq!(run_dir.steps().unwrap(), [1, 3, 4]);
-    run_dir.prune(1, None).unwrap();
-    assert_eq!(run_dir.steps().unwrap(), [4]);
+    assert_eq!(run_dir.steps().unwrap(), [1, 2, 3], "2 names 1");
+    damage();
+    run_dir.set_damaged_aside().unwrap();
+    assert_eq!(run_dir.best().unwrap(), run_dir.checkpoint(1));
+    // The same step is damaged again.
+    save(3, 3);
+    damage();
+    run_dir.set_damaged_aside().unwrap();
+    let aside = |name: &str| run_dir.checkpoint(3).with_file_name(name).is_dir();
+    assert!(aside("damaged-step-00000003") && aside("damaged-step-00000003-2"));
+    // Where the best is gone all the same, it is not compared with, and not reported.
+    std::fs::remove_dir_all(run_dir.checkpoint(1)).unwrap();
+    assert_eq!(run_dir.best().unwrap(), run_dir.checkpoint(2));
+    let report = run(&config, Start::Resume).unwrap();
+    assert_eq!((report.steps, &report.best), (3, &report.checkpoint));
 }
 
 #[test]

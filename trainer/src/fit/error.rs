@@ -129,6 +129,15 @@ pub enum FitError {
         /// Digest of the data set.
         current: String,
     },
+    /// A run continued on more or other samples.
+    #[error(
+        "the run was started on other samples than the {now} that the data set has to train on \
+            now: samples were added or removed; start a new run_dir"
+    )]
+    OtherSamples {
+        /// Samples to train on now.
+        now: usize,
+    },
     /// A run continued with another draft vocabulary.
     #[error(
         "the draft vocabulary's digest is {current}, the run was started with {stored}: samples \
@@ -165,8 +174,10 @@ impl FitError {
             Self::Exchange(error) => error.exit_code(),
             Self::Log(_) => 74,
             Self::Accumulate { .. }
+            | Self::OtherStep { .. }
             | Self::RunExists { .. }
             | Self::OtherDataset { .. }
+            | Self::OtherSamples { .. }
             | Self::OtherVocab { .. } => 78,
             Self::Shape(_)
             | Self::Mapping(_)
@@ -174,5 +185,4 @@ impl FitError {
             | Self::StateNotFinite { .. } => 65,
         }
     }
-            | Self::OtherStep { .. }
 }

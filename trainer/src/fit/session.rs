@@ -10,6 +10,7 @@ use extractor::shutdown::Shutdown;
 use super::FitError;
 use crate::acceptance::{Evaluation, EvaluationPlan, evaluate};
 use crate::batch::{FrozenTarget, TargetWeights};
+use crate::checkpoint::CheckpointState;
 use crate::config::{ActivationPolicy, FitConfig, Loss, MaskMode};
 use crate::cost::MemoryPlan;
 use crate::dataset::{DatasetError, ManifestDataset, Split};
@@ -39,6 +40,8 @@ pub struct Session<B: AutodiffBackend> {
     pub dataset: Arc<ManifestDataset>,
     /// Samples trained on, and not.
     pub split: Split,
+    /// Digest of the ids of those trained on.
+    pub samples_digest: String,
     /// Draft vocabulary.
     pub vocab: VocabMap,
     /// Sizes of the draft.
@@ -66,8 +69,15 @@ where
     B::InnerBackend: DraftOps,
 {
     /// Opens the data set and everything that follows from it and the settings.
-    pub fn open(
+    pub fn open(config: &FitConfig, place: (&B::Device, FloatDType)) -> Result<Self, FitError> {
+        Self::open_with(config, None, place)
+    }
+
+    /// The same for a run that continues from the checkpoint that `kept` is of: where the samples
+    /// trained on are the same still, their tokens need not be counted again.
+    pub fn open_with(
         config: &FitConfig,
+        kept: Option<(CheckpointState, VocabMap)>,
         (device, dtype): (&B::Device, FloatDType),
     ) -> Result<Self, FitError> {
         let dataset = ManifestDataset::open(&config.data.dataset)?.with_verify(config.data.verify);
@@ -77,7 +87,11 @@ where
         let split = split(&dataset, config)?;
         let num_aux = dataset.spec().layers.len() - 1;
         let draft = head.config.draft_config(&config.draft, num_aux)?;
-        let vocab = build_vocab(&dataset, &split.train, &draft, (config, &head.config))?;
+        let samples_digest = dataset.digest_of(&split.train).to_string();
+        let vocab = match kept {
+            Some((state, vocab)) if state.samples_digest == samples_digest => vocab,
+            _ => build_vocab(&dataset, &split.train, &draft, (config, &head.config))?,
+        };
         tracing::info!(
             "{} samples to train on, {} held out; draft vocabulary {} of {} covers {:.2} % of \
                 the trained tokens",
@@ -115,6 +129,7 @@ where
             config: config.clone(),
             dataset,
             split,
+            samples_digest,
             vocab,
             draft,
             target,
@@ -143,15 +158,19 @@ where
     pub fn evaluate(
         &self,
         draft: &Eagle3Draft<B::InnerBackend>,
+        stop: Option<&Shutdown>,
     ) -> Result<Option<Evaluation>, FitError> {
         let held_out = &self.split.held_out;
         if held_out.is_empty() {
             return Ok(None);
         }
+        // Ordered by id, so that the samples stay the same ones whatever else is recorded.
+        let count = held_out.len().min(self.config.checkpoint.eval_samples);
         let what = EvaluationPlan {
             indices: &held_out[..count],
             max_tokens: self.config.data.max_tokens,
             options: &self.options,
+            stop,
         };
         Ok(Some(evaluate(draft, &self.frozen_inner, &self.dataset, &what)?))
     }
@@ -159,18 +178,14 @@ where
     /// Rows of the target's head for the draft vocabulary, `[draft vocabulary, H]`.
     pub fn draft_rows_of_lm_head(&self) -> Tensor<B::InnerBackend, 2> {
         self.frozen_inner.draft_rows_of_lm_head()
-        stop: Option<&Shutdown>,
     }
 }
 
 /// Options of the training-time test.
-        // Ordered by id, so that the samples stay the same ones whatever else is recorded.
-        let count = held_out.len().min(self.config.checkpoint.eval_samples);
 pub fn ttt_options(config: &FitConfig) -> TttOptions {
     TttOptions {
         steps: config.train.ttt_steps,
         step_decay: config.train.step_decay,
-            stop,
         loss: match config.train.loss {
             Loss::Ce => LossKind::SoftCrossEntropy,
             Loss::Kl => LossKind::KullbackLeibler,
@@ -274,7 +289,7 @@ fn build_vocab(
         return Ok(VocabMap::full(draft.vocab_size, &fingerprint));
     }
     let mut counts = TokenCounts::new(draft.vocab_size);
-    let reader = dataset.reader();
+    let reader = dataset.quick_reader();
     for &at in train {
         let sample = reader.read_tokens(at)?;
         counts.add(sample.input_ids(), sample.loss_mask())?;

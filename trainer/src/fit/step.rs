@@ -10,7 +10,9 @@ use shared::SampleId;
 
 use super::{FitError, InputTimes, Session, Start};
 use crate::batch::TrainBatch;
-use crate::checkpoint::{Best, Checkpoint, CheckpointState, FIRST, Parts, RunDir, SECOND, TRAINED};
+use crate::checkpoint::{
+    Best, Checkpoint, CheckpointState, FIRST, Parts, RunDir, SECOND, TRAINED, exact_in_json,
+};
 use crate::collate::HostBatch;
 use crate::config::{ConfigError, FitConfig, LmHeadInit, MaskMode, NoiseKind};
 use crate::draft::Eagle3Draft;
@@ -154,6 +156,9 @@ where
             let (stored, current) = (state.vocab_digest.clone(), session.vocab.digest().to_owned());
             return Err(FitError::OtherVocab { stored, current });
         }
+        if !state.samples_digest.is_empty() && state.samples_digest != session.samples_digest {
+            return Err(FitError::OtherSamples { now: session.split.train.len() });
+        }
         let (first, second) = checkpoint.moments(&session.device, |whole| shards.keep(whole))?;
         let optimizer = AdamW::from_moments(adamw(&session.config), state.step, first, second);
         let kept = checkpoint.draft(&session.device)?;
@@ -292,6 +297,7 @@ where
 
     /// Notes the acceptance length of the present weights; true when they are the best so far.
     pub fn judge(&mut self, acceptance_length: f64) -> bool {
+        let acceptance_length = exact_in_json(acceptance_length);
         self.acceptance_length = Some(acceptance_length);
         let better = self.best.is_none_or(|best| acceptance_length > best.acceptance_length);
         if better {
@@ -341,8 +347,9 @@ where
                 layers: session.dataset.spec().layers.clone(),
                 target: session.target.raw().clone(),
                 vocab_digest: session.vocab.digest().to_owned(),
-                vocab_coverage: session.vocab.coverage(),
+                vocab_coverage: exact_in_json(session.vocab.coverage()),
                 dataset_fingerprint: session.dataset.fingerprint().to_string(),
+                samples_digest: session.samples_digest.clone(),
             },
             config: session.config.clone(),
             weights,
