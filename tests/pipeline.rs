@@ -82,7 +82,8 @@ fn conversations_become_a_draft_that_both_engines_load() {
     assert_eq!(live["lossless"], true, "{live}");
 
     for layout in ["llama", "speculators"] {
-        trainer(dir, &["export", "run", layout, "--layout", layout]).expect_code(0);
+        let export = ["export", "run", layout, "--layout", layout, "--target-name", &model];
+        trainer(dir, &export).expect_code(0);
         let config: Value =
             serde_json::from_slice(&fs::read(dir.join(layout).join("config.json")).unwrap())
                 .unwrap();

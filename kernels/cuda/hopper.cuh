@@ -1,5 +1,5 @@
-// Barriers in shared memory and warpgroup products (wgmma), put after prelude.cuh before the sources
-// that use them. Empty for architectures other than sm_90a.
+// Barriers in shared memory and warpgroup products (wgmma), put after prelude.cuh before the
+// sources that use them. Empty for architectures other than sm_90a.
 
 #if __CUDA_ARCH__ == 900 && defined(__CUDA_ARCH_FEAT_SM90_ALL)
 

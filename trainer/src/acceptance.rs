@@ -3,6 +3,7 @@
 
 mod chain;
 
+use extractor::shutdown::{EXIT_STOPPED, Shutdown};
 use serde::Serialize;
 
 use crate::batch::FrozenTarget;
@@ -14,7 +15,7 @@ use crate::ops::DraftOps;
 use crate::ttt::{TttError, TttOptions, ttt_step};
 use crate::watch::Watch;
 
-pub use self::chain::chain_acceptance;
+pub use self::chain::{ChainCounts, chain_acceptance};
 
 /// Upper ends of the length buckets, in tokens of a sample; the last bucket has no end.
 const BUCKETS: [usize; 4] = [256, 1024, 4096, 16384];
@@ -100,6 +101,8 @@ pub struct EvaluationPlan<'a> {
     pub options: &'a TttOptions,
     /// Told after every batch.
     pub watch: &'a Watch,
+    /// Ends the measurement before its next batch when a stop is asked for.
+    pub stop: Option<&'a Shutdown>,
 }
 
 /// Runs a draft over samples of a data set. Changes nothing: the result depends on the weights and
@@ -151,6 +154,9 @@ fn run_samples<B: DraftOps>(
     let reader = dataset.reader();
     let mut sums = TttMetrics::default();
     for batch in plan(what.indices, &lengths, what.max_tokens) {
+        if what.stop.is_some_and(Shutdown::requested) {
+            return Err(EvaluateError::Stopped);
+        }
         let documents: Vec<_> =
             batch.iter().map(|&at| reader.read(at)).collect::<Result<_, _>>()?;
         let batch = collate_plain(&documents)
@@ -158,8 +164,17 @@ fn run_samples<B: DraftOps>(
             .map_err(DatasetError::from)?;
         sums.add(&ttt_step(draft, frozen, &batch, what.options)?.metrics());
         what.watch.goes_on();
+        check_device::<B>(&device)?;
     }
     Ok(sums)
+}
+
+/// What was measured after a fault means nothing.
+fn check_device<B: DraftOps>(device: &B::Device) -> Result<(), EvaluateError> {
+    match B::fault(device) {
+        None => Ok(()),
+        Some(fault) => Err(TttError::from(fault).into()),
+    }
 }
 
 /// An evaluation that could not be finished.
@@ -171,6 +186,9 @@ pub enum EvaluateError {
     /// Draft, target and data do not belong together.
     #[error(transparent)]
     Ttt(#[from] TttError),
+    /// A stop was asked for.
+    #[error("stopped by a signal in an evaluation")]
+    Stopped,
 }
 
 impl EvaluateError {
@@ -179,6 +197,7 @@ impl EvaluateError {
         match self {
             Self::Dataset(error) => error.exit_code(),
             Self::Ttt(error) => error.exit_code(),
+            Self::Stopped => EXIT_STOPPED,
         }
     }
 }

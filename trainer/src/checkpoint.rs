@@ -82,6 +82,12 @@ pub struct CheckpointState {
     pub samples: Option<SampleSet>,
 }
 
+/// So few digits that JSON gives the same value back: of a value with all of its digits the reader
+/// may miss the last bit.
+pub fn exact_in_json(value: f64) -> f64 {
+    (value * 1e12).round() / 1e12
+}
+
 /// A checkpoint in memory.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Checkpoint {
@@ -155,15 +161,10 @@ impl Checkpoint {
         let read = |name: &str| read_checked(dir, name, &sums);
         let path = |name: &str| dir.join(name);
         let (state, config) = Self::load_identity(dir)?;
+        let vocab = Self::load_vocab(dir, &state)?;
         let tensors = |name: &str| -> Result<TensorFile, CheckpointError> {
             Ok(TensorFile::decode(&read(name)?, &path(name))?)
         };
-        let mapping = tensors(VOCAB)?;
-        let wrong = |name: &str| CheckpointError::Tensor { path: path(VOCAB), name: name.into() };
-        let d2t = mapping.get("d2t", &path(VOCAB))?.to_i64().ok_or_else(|| wrong("d2t"))?;
-        let t2d = mapping.get("t2d", &path(VOCAB))?.to_bool().ok_or_else(|| wrong("t2d"))?;
-        let digest = state.vocab_digest.clone();
-        let vocab = VocabMap::from_tensors(&d2t, &t2d, digest, state.vocab_coverage)?;
         Ok(Self {
             config,
             weights: tensors(WEIGHTS)?,
@@ -175,6 +176,17 @@ impl Checkpoint {
             golden: tensors(GOLDEN)?,
             state,
         })
+    }
+
+    /// Reads and checks the draft vocabulary of the checkpoint with this `state`.
+    pub fn load_vocab(dir: &Path, state: &CheckpointState) -> Result<VocabMap, CheckpointError> {
+        let path = dir.join(VOCAB);
+        let mapping = TensorFile::decode(&read_checked(dir, VOCAB, &read_sums(dir)?)?, &path)?;
+        let wrong = |name: &str| CheckpointError::Tensor { path: path.clone(), name: name.into() };
+        let d2t = mapping.get("d2t", &path)?.to_i64().ok_or_else(|| wrong("d2t"))?;
+        let t2d = mapping.get("t2d", &path)?.to_bool().ok_or_else(|| wrong("t2d"))?;
+        let digest = state.vocab_digest.clone();
+        Ok(VocabMap::from_tensors(&d2t, &t2d, digest, state.vocab_coverage)?)
     }
 
     /// Reads and checks the small part of a checkpoint only.

@@ -4,7 +4,7 @@
 pub mod keys;
 mod sources;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
@@ -255,8 +255,8 @@ pub struct TrainSection {
     pub noise_kind: NoiseKind,
     /// Batches summed into one optimizer step, over all processes of the run.
     pub accumulate: usize,
-    /// Decay of a moving average of the weights, which is then what is evaluated and exported; 0
-    /// keeps none.
+    /// Decay of a moving average of the weights, at most (1 + n)/(10 + n) at step n. The average is
+    /// then what is evaluated and exported; 0 keeps none.
     pub ema: f64,
     /// Type of states and products.
     pub compute: Compute,
@@ -312,11 +312,19 @@ pub struct CheckpointSection {
     pub keep_last: usize,
     /// Optimizer steps between evaluations on the held-out samples.
     pub eval_every: u64,
+    /// Held-out samples of an evaluation: the first so many by id.
+    pub eval_samples: usize,
 }
 
 impl Default for CheckpointSection {
     fn default() -> Self {
-        Self { run_dir: PathBuf::new(), checkpoint_every: 200, keep_last: 2, eval_every: 200 }
+        Self {
+            run_dir: PathBuf::new(),
+            checkpoint_every: 200,
+            keep_last: 2,
+            eval_every: 200,
+            eval_samples: 256,
+        }
     }
 }
 
@@ -327,11 +335,10 @@ impl FitConfig {
     /// Checks ranges that the types do not; the error names the key.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let (data, train, keep) = (&self.data, &self.train, &self.checkpoint);
-        let rules: [(bool, &str, String, &str); 24] = [
-            (
-                !data.dataset.as_os_str().is_empty(),
+        let rules: [(bool, &str, String, &str); 25] = [
+            given(
                 "data.dataset",
-                String::new(),
+                &data.dataset,
                 "--dataset DIR, the directory written by `extractor run`",
             ),
             (
@@ -378,14 +385,14 @@ impl FitConfig {
                 "shares of the run, 0 to 1",
             ),
             at_least_zero("train.noise", train.noise),
-            (
-                !keep.run_dir.as_os_str().is_empty(),
+            given(
                 "checkpoint.run_dir",
-                String::new(),
+                &keep.run_dir,
                 "--run-dir DIR, a directory for metrics and checkpoints",
             ),
             positive("checkpoint.checkpoint_every", keep.checkpoint_every),
             positive("checkpoint.eval_every", keep.eval_every),
+            positive("checkpoint.eval_samples", keep.eval_samples as u64),
             positive("checkpoint.keep_last", keep.keep_last as u64),
         ];
         match rules.into_iter().find(|(holds, ..)| !holds) {
@@ -435,6 +442,10 @@ impl DraftSection {
 }
 
 type Rule<'a> = (bool, &'a str, String, &'a str);
+
+fn given<'a>(key: &'a str, path: &Path, expected: &'a str) -> Rule<'a> {
+    (!path.as_os_str().is_empty(), key, String::new(), expected)
+}
 
 fn positive(key: &str, value: u64) -> Rule<'_> {
     (value > 0, key, value.to_string(), "at least 1")

@@ -110,11 +110,26 @@ impl<B: DraftOps> DraftDecoder<B> {
     /// Drafts `count` tokens greedily, as target ids, each from the one before. The cache stays as
     /// it is. Empty before the first row.
     pub fn draft(&self, count: usize) -> Vec<u32> {
-        self.chain(count).into_iter().map(|(token, _)| token).collect()
+        let chain = self.chain(count, |_, logits| self.top(logits));
+        chain.into_iter().map(|(token, _)| token).collect()
     }
 
-    /// The drafted tokens and the logits `[1, draft vocabulary]` each was chosen from.
-    fn chain(&self, count: usize) -> Vec<(u32, Tensor<B, 2>)> {
+    /// Draft logits of a chain that is fed `tokens` in place of its own, of the steps that read
+    /// them, row-major `[tokens, draft vocabulary]`. Empty before the first row.
+    pub fn logits_behind(&self, tokens: &[u32]) -> Vec<f32> {
+        let given = |step: usize, _| tokens.get(step).copied().unwrap_or_default();
+        let chain = self.chain(tokens.len() + 1, given);
+        let logits = chain.into_iter().skip(1).map(|(_, logits)| logits.to_data());
+        logits.flat_map(|data| data.iter::<f32>().collect::<Vec<_>>()).collect()
+    }
+
+    /// Tokens as `choose` takes them for each step, and the logits `[1, draft vocabulary]` each was
+    /// chosen from.
+    fn chain(
+        &self,
+        count: usize,
+        choose: impl Fn(usize, Tensor<B, 2>) -> u32,
+    ) -> Vec<(u32, Tensor<B, 2>)> {
         let (Some((hidden, logits)), Some(cache)) = (&self.last, &self.cache) else {
             return Vec::new();
         };
@@ -122,7 +137,7 @@ impl<B: DraftOps> DraftDecoder<B> {
         let mut made = StepKeys { keys: cache.keys.clone(), values: cache.values.clone() };
         let mut chain = Vec::with_capacity(count);
         for step in 1..=count {
-            let token = self.top(logits.clone());
+            let token = choose(step - 1, logits.clone());
             chain.push((token, logits.clone()));
             if step == count {
                 break;
@@ -276,7 +291,7 @@ mod tests {
         let (first, second) = aux.split_at(5 * 3 * H);
         decoder.extend(NewRows { aux: first, next_tokens: &text[1..6] });
         decoder.extend(NewRows { aux: second, next_tokens: &text[6..=prompt] });
-        let chain = decoder.chain(steps);
+        let chain = decoder.chain(steps, |_, logits| decoder.top(logits));
         text.extend(chain.iter().map(|(token, _)| token));
 
         let rows = text.len();

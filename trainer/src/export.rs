@@ -17,10 +17,10 @@ use serde_json::{Map, Value, json};
 use shared::durable;
 
 pub use self::error::ExportError;
-pub use self::layer_ids::{Captures, Engine, LayerIds};
+pub use self::layer_ids::{Engine, LayerIds, SglangRule};
 pub use self::reload::{ExportedDraft, golden_logits};
 use crate::checkpoint::Checkpoint;
-use crate::draft::AttentionConfig;
+use crate::draft::{AttentionConfig, Yarn};
 use crate::target::TargetConfig;
 use crate::tensors::{HostTensor, TensorFile};
 
@@ -67,6 +67,26 @@ pub struct ExportOptions {
     pub target_name: String,
 }
 
+impl ExportOptions {
+    /// Engines that read the ids: of the speculators format only vLLM.
+    fn readers(&self) -> Engine {
+        match self.layout {
+            ExportLayout::Speculators => Engine::Vllm,
+            _ => self.engine,
+        }
+    }
+}
+
+/// An engine that can serve a draft.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Server {
+    /// vLLM.
+    Vllm,
+    /// SGLang.
+    Sglang,
+}
+
 /// What was written and checked.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ExportReport {
@@ -80,6 +100,8 @@ pub struct ExportReport {
     pub tensors: usize,
     /// Bytes of the file.
     pub bytes: usize,
+    /// Engines whose layer ids were asked for and read back.
+    pub servers: Vec<Server>,
     /// Loaders whose rules were replayed on the file.
     pub loaders: Vec<&'static str>,
     /// Largest difference of golden logits between checkpoint and export, over the largest logit.
@@ -101,9 +123,8 @@ pub fn export(
     check_layout(checkpoint, options.layout)?;
     check_switches(checkpoint, options)?;
     let target = checkpoint.target()?;
-    let model_type = target.get("model_type").and_then(Value::as_str).unwrap_or_default();
-    let rules = (options.engine, Captures::of(model_type));
-    let layer_ids = LayerIds::of(&checkpoint.state.layers, checkpoint.state.draft.num_aux, rules)?;
+    let (layers, num_aux) = (&checkpoint.state.layers, checkpoint.state.draft.num_aux);
+    let layer_ids = LayerIds::of(layers, num_aux, (options.readers(), target.architecture()))?;
     let config = match options.layout {
         ExportLayout::Llama => llama::config(checkpoint, &target, &layer_ids)?,
         ExportLayout::Mla => mla::config(checkpoint, &target, &layer_ids)?,
@@ -137,6 +158,7 @@ pub fn export(
         path: out.to_owned(),
         layout: options.layout,
         warnings: warnings(checkpoint, options),
+        servers: servers(checkpoint, options),
         layer_ids,
         tensors: tensors.tensors.len(),
         bytes: bytes.len(),
@@ -153,12 +175,20 @@ fn check(
     let loaders = reload::replay(dir, options.layout, options.engine)?;
     let exported = ExportedDraft::load(dir)?;
     let expected = &checkpoint.state.layers[..checkpoint.state.draft.num_aux];
-    if exported.aux_layers != expected {
-        return Err(ExportError::LayerIds {
-            written: format!("{:?}", layer_ids.top_level),
-            meant: format!("{expected:?}"),
-            read: format!("{:?}", exported.aux_layers),
-        });
+    let mut lists = vec![(&layer_ids.top_level, Some(exported.aux_layers.clone()))];
+    if options.readers() == Engine::Current {
+        let rule = SglangRule::of(checkpoint.target()?.architecture());
+        let read = rule.and_then(|rule| rule.read(exported.nested_ids.as_ref()?));
+        lists.push((&layer_ids.nested, read));
+    }
+    for (written, read) in lists {
+        if read.as_deref() != Some(expected) {
+            return Err(ExportError::LayerIds {
+                written: format!("{written:?}"),
+                meant: format!("{expected:?}"),
+                read: format!("{read:?}"),
+            });
+        }
     }
     let difference = reload::golden_difference(checkpoint, &exported)?;
     let limit = match options.dtype {
@@ -191,8 +221,12 @@ fn check_switches(checkpoint: &Checkpoint, options: &ExportOptions) -> Result<()
     if options.engine != Engine::SglangOld {
         return Ok(());
     }
+    let engine = "an old SGLang";
+    if options.layout == ExportLayout::Speculators {
+        return Err(ExportError::Unsupported { flag: "the speculators format", engine });
+    }
     match switches(checkpoint).into_iter().find(|(_, on)| *on) {
-        Some((flag, _)) => Err(ExportError::Unsupported { flag, engine: "an old SGLang" }),
+        Some((flag, _)) => Err(ExportError::Unsupported { flag, engine }),
         None => Ok(()),
     }
 }
@@ -292,12 +326,11 @@ fn switches(checkpoint: &Checkpoint) -> [(&'static str, bool); 4] {
 
 /// Both schemas of the rotary settings. `attn_factor` makes an engine that multiplies cosine and
 /// sine by `0.1 ln(factor) + 1` multiply by 1, as in training.
-fn put_rope(config: &mut Map<String, Value>, checkpoint: &Checkpoint, attn_factor: bool) {
-    let draft = &checkpoint.state.draft;
+fn put_rope(config: &mut Map<String, Value>, (theta, yarn): (f64, Option<Yarn>), mla: bool) {
     let mut parameters = Map::new();
-    parameters.insert("rope_theta".into(), draft.rope_theta.into());
-    config.insert("rope_theta".into(), draft.rope_theta.into());
-    let Some(yarn) = draft.yarn else {
+    parameters.insert("rope_theta".into(), theta.into());
+    config.insert("rope_theta".into(), theta.into());
+    let Some(yarn) = yarn else {
         parameters.insert("rope_type".into(), "default".into());
         config.insert("rope_parameters".into(), parameters.into());
         return;
@@ -312,13 +345,27 @@ fn put_rope(config: &mut Map<String, Value>, checkpoint: &Checkpoint, attn_facto
     scaling.insert("beta_slow".into(), yarn.beta_slow.into());
     scaling.insert("mscale".into(), yarn.mscale.into());
     scaling.insert("mscale_all_dim".into(), yarn.mscale_all_dim.into());
-    if attn_factor {
+    if mla {
+        // Older vLLM takes everything from here, and 10000 for a base that it does not find.
+        scaling.insert("rope_theta".into(), theta.into());
+    } else {
         let factor = 1.0 / (0.1 * yarn.factor.ln() + 1.0);
         scaling.insert("attn_factor".into(), factor.into());
     }
     parameters.extend(scaling.clone());
     config.insert("rope_scaling".into(), scaling.into());
     config.insert("rope_parameters".into(), parameters.into());
+}
+
+/// Engines that the files were written for and that know what the draft needs.
+fn servers(checkpoint: &Checkpoint, options: &ExportOptions) -> Vec<Server> {
+    // No SGLang has this switch.
+    let vllm_alone = checkpoint.state.draft.norm_before_residual;
+    match options.readers() {
+        Engine::SglangOld => vec![Server::Sglang],
+        Engine::Current if !vllm_alone => vec![Server::Vllm, Server::Sglang],
+        Engine::Current | Engine::Vllm => vec![Server::Vllm],
+    }
 }
 
 fn warnings(checkpoint: &Checkpoint, options: &ExportOptions) -> Vec<String> {

@@ -18,14 +18,15 @@ pub use self::error::FitError;
 pub use self::session::{Session, frozen_target, ttt_options};
 pub use self::stall::InputTimes;
 pub use self::step::TrainState;
-use crate::acceptance::Evaluation;
-use crate::checkpoint::RunDir;
+use crate::acceptance::{EvaluateError, Evaluation};
+use crate::checkpoint::{Checkpoint, RunDir};
 use crate::config::FitConfig;
 use crate::dataset::ManifestDataset;
 use crate::exchange::ExchangeOps;
 use crate::input::InputOps;
 use crate::ops::DraftOps;
 use crate::run_log::RunLog;
+use crate::vocab::VocabMap;
 use crate::watch::{Phase, Watch};
 use crate::world::World;
 
@@ -98,12 +99,17 @@ where
     let _lock = first.then(|| run.claim()).transpose()?;
     let dataset = ManifestDataset::open(&config.data.dataset)?;
     check_start(config, (&run, &dataset), (start, world))?;
-    let session = Session::<B>::over(dataset, config, world.size(), (device, dtype))?;
+    let kept = if start == Start::Resume { kept_vocab(&run)? } else { None };
+    let session = Session::<B>::over(dataset, config, (world.size(), kept), (device, dtype))?;
     // Each reads the data set in its own time; from here on they go together.
     world.from_first(0.0)?;
     watch.at(Phase::Start, 0);
     let mut state = TrainState::start(&session, &run, (start, world))?;
     state.watch = watch.clone();
+    let expected = world.from_first(state.step as f64)? as u64;
+    if state.step != expected {
+        return Err(FitError::OtherStep { expected, found: state.step });
+    }
     let mut loader = session.loader(state.loader, world)?;
     let open_log = || RunLog::open(&run.metrics(), state.step, session.total_steps);
     let mut log = first.then(open_log).transpose()?;
@@ -111,6 +117,7 @@ where
     let (first_step, mut tokens) = (state.step, 0);
     let mut saved = None;
 
+    resume_evaluation(&session, &mut state, (&mut log, start, stop))?;
     let mut stopped = false;
     while state.step < session.total_steps {
         // All end after the same step, whenever the signal comes to each. The first may still be
@@ -129,7 +136,7 @@ where
         if let Some(log) = &mut log {
             log.record(state.step, outcome.record(tokens as f64 / seconds, stall))?;
         }
-        if measure_and_save(&session, &mut state, (&run, &mut log))? {
+        if evaluate_and_save(&session, &mut state, (&mut log, &run, stop))? {
             saved = Some(state.step);
         }
         if let Some(log) = &mut log {
@@ -157,8 +164,9 @@ where
         seconds_waited: state.input.waited(),
         vocab_coverage: session.vocab.coverage(),
         samples: (session.split.train.len(), session.split.held_out.len()),
-        checkpoint: run.latest()?,
-        best: state.best.map_or(run.latest()?, |best| run.checkpoint(best.step)),
+        // Not looked up: only the first process need see what it wrote.
+        checkpoint: run.checkpoint(state.step),
+        best: run.checkpoint(state.best.map_or(state.step, |best| best.step)),
         acceptance_length: state.best.map(|best| best.acceptance_length),
     })
 }
@@ -180,38 +188,66 @@ fn check_start(
     }
 }
 
-/// Does what is due after a step: an evaluation, a checkpoint, the removal of old ones. True when
-/// there is a checkpoint of this step now.
-fn measure_and_save<B>(
+/// The draft vocabulary of a run that continues: its samples have been compared, so their tokens
+/// need not be counted again. `None` where the checkpoint is too old to tell.
+fn kept_vocab(run: &RunDir) -> Result<Option<VocabMap>, FitError> {
+    let latest = run.latest()?;
+    let state = Checkpoint::load_state(&latest)?;
+    Ok(state.samples.is_some().then(|| Checkpoint::load_vocab(&latest, &state)).transpose()?)
+}
+
+/// Evaluates and saves where the settings, the end of the run or a better draft ask for it; true
+/// when it has saved.
+fn evaluate_and_save<B>(
     session: &Session<B>,
     state: &mut TrainState<B>,
-    (run, log): (&RunDir, &mut Option<RunLog>),
+    (log, run, stop): (&mut Option<RunLog>, &RunDir, &Shutdown),
 ) -> Result<bool, FitError>
 where
     B: AutodiffBackend + DraftOps + InputOps,
     B::InnerBackend: DraftOps + ExchangeOps,
 {
-    let keep = &session.config.checkpoint;
-    let step = state.step;
-    let due = |every: u64| step == session.total_steps || step.is_multiple_of(every);
-    let improved = due(keep.eval_every) && evaluate(session, state, log)?;
-    if !improved && !due(keep.checkpoint_every) {
+    let (last, keep) = (state.step == session.total_steps, &session.config.checkpoint);
+    let mut improved = false;
+    if last || state.step.is_multiple_of(keep.eval_every) {
+        // Of a finished run the last evaluation belongs to the result.
+        improved = evaluate(session, state, (log, (!last).then_some(stop)))?;
+    }
+    if !last && !improved && !state.step.is_multiple_of(keep.checkpoint_every) {
         return Ok(false);
     }
-    tracing::trace!(target: "aerie::steps", step, "checkpoint");
+    tracing::trace!(target: "aerie::steps", step = state.step, "checkpoint");
     save(session, state, run)?;
-    tracing::trace!(target: "aerie::steps", step, "prune");
+    tracing::trace!(target: "aerie::steps", step = state.step, "prune");
     if state.shards.world().is_first() {
         run.prune(keep.keep_last, state.best)?;
     }
     Ok(true)
 }
 
-/// Evaluates on the first process and tells the others; true for the best so far.
+/// Makes up for an evaluation that the stop of the earlier process cut off.
+fn resume_evaluation<B>(
+    session: &Session<B>,
+    state: &mut TrainState<B>,
+    (log, start, stop): (&mut Option<RunLog>, Start, &Shutdown),
+) -> Result<(), FitError>
+where
+    B: AutodiffBackend + DraftOps + InputOps,
+    B::InnerBackend: DraftOps + ExchangeOps,
+{
+    let due = state.step.is_multiple_of(session.config.checkpoint.eval_every);
+    if start == Start::Resume && due && state.step > 0 && state.acceptance_length.is_none() {
+        evaluate(session, state, (log, Some(stop)))?;
+    }
+    Ok(())
+}
+
+/// Evaluates on the first process and tells the others; true for the best so far. Without a result
+/// where `stop` cuts it off.
 fn evaluate<B>(
     session: &Session<B>,
     state: &mut TrainState<B>,
-    log: &mut Option<RunLog>,
+    (log, stop): (&mut Option<RunLog>, Option<&Shutdown>),
 ) -> Result<bool, FitError>
 where
     B: AutodiffBackend + DraftOps + InputOps,
@@ -222,16 +258,20 @@ where
     }
     state.watch.at(Phase::Evaluation, state.step);
     let draft = state.evaluated()?;
-    let mut length = 0.0;
-    if let Some(log) = log
-        && let Some(evaluation) = session.evaluate(&draft, &state.watch)?
-    {
-        length = evaluation.all.acceptance_length;
-        log.record(state.step, evaluation_record(&evaluation))?;
+    let mut length = f64::NAN;
+    if let Some(log) = log {
+        match session.evaluate(&draft, (&state.watch, stop)) {
+            Ok(Some(evaluation)) => {
+                length = evaluation.all.acceptance_length;
+                log.record(state.step, evaluation_record(&evaluation))?;
+            }
+            Ok(None) | Err(FitError::Evaluate(EvaluateError::Stopped)) => {}
+            Err(error) => return Err(error),
+        }
     }
     state.watch.rest();
     let length = state.shards.world().from_first(length)?;
-    Ok(state.judge(length))
+    Ok(!length.is_nan() && state.judge(length))
 }
 
 /// Gathers a checkpoint from all processes; the first one writes it.

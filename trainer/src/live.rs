@@ -44,13 +44,14 @@ pub struct LiveCounts {
 
 impl LiveCounts {
     /// Notes a round of `drafted` tokens, of which the first `accepted` were right, that added
-    /// `added` tokens to the answer (fewer than `accepted + 1` where the answer ends inside).
+    /// `added` tokens to the answer (fewer than `accepted + 1` where the answer ends inside: what
+    /// lies behind its end was never emitted and does not count).
     pub fn round(&mut self, drafted: usize, accepted: usize, added: usize) {
         self.rounds += 1;
         self.tokens += added as u64;
         let positions = self.accepted.len().max(drafted);
         self.accepted.resize(positions, 0);
-        self.accepted.iter_mut().take(accepted).for_each(|count| *count += 1);
+        self.accepted.iter_mut().take(accepted.min(added)).for_each(|count| *count += 1);
     }
 
     /// Adds those of another prompt.
@@ -103,7 +104,9 @@ pub fn speculate<B: DraftOps>(
         let aux = side_by_side(&extension.capture, fresh)?;
         let first = known.len() - fresh;
         decoder.extend(NewRows { aux: &aux, next_tokens: &known[first..] });
-        let drafted = decoder.draft(options.draft_tokens);
+        // No more than the answer has room for, as servers do near the limit.
+        let left = prompt.len() + options.max_new_tokens - known.len();
+        let drafted = decoder.draft(options.draft_tokens.min(left));
         let judged: Vec<u32> = known.last().into_iter().chain(&drafted).copied().collect();
         extension = target.extend(&request(options, known.len() - 1, &judged))?;
         let mut accepted = 0;

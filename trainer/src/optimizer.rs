@@ -61,7 +61,7 @@ pub enum Kept {
 /// A moving average of the parameters, in f32.
 #[derive(Clone, Debug)]
 struct Average<B: Backend> {
-    /// Share of the old average that stays at each step.
+    /// Share of the old average that stays at each step, once there have been many.
     decay: f64,
     values: Named<B>,
 }
@@ -304,9 +304,17 @@ impl<B: DraftOps + ExchangeOps> AdamW<B> {
         }
     }
 
+    /// Share of the old average that stays at this step. Young averages forget faster: with a fixed
+    /// share the random start would stay in them for thousands of steps.
+    fn kept_share(&self, decay: f64) -> f64 {
+        let taken = self.step as f64;
+        decay.min((1.0 + taken) / (10.0 + taken))
+    }
+
     /// Moves the average towards the parameters.
     fn follow(&mut self, draft: &Eagle3Draft<B>, shards: &Shards<B>) {
         let Some(Average { decay, values }) = self.average.take() else { return };
+        let share = self.kept_share(decay);
         let present = match &self.masters {
             Some(masters) => masters.clone(),
             None => {
@@ -319,7 +327,7 @@ impl<B: DraftOps + ExchangeOps> AdamW<B> {
             if self.frozen == Some(old.0.as_str()) {
                 return vec![old];
             }
-            add_scaled(Some(add_scaled(None, vec![old], decay)), vec![new], 1.0 - decay)
+            add_scaled(Some(add_scaled(None, vec![old], share)), vec![new], 1.0 - share)
         };
         let values = values.into_iter().zip(present).flat_map(follow).collect();
         self.average = Some(Average { decay, values });

@@ -45,6 +45,12 @@ impl TargetConfig {
         self.get(key).and_then(Value::as_u64).filter(|v| *v > 0).map(|v| v as usize)
     }
 
+    /// First of `architectures`: the class by which engines choose their code; empty without one.
+    pub fn architecture(&self) -> &str {
+        let first = self.raw.get("architectures").and_then(|list| list.get(0));
+        first.and_then(Value::as_str).unwrap_or_default()
+    }
+
     fn required(&self, key: &str) -> Result<usize, TargetError> {
         self.size(key).ok_or_else(|| TargetError::Key {
             key: key.to_owned(),

@@ -75,6 +75,7 @@ fn rounds_are_those_of_a_decoder_with_a_cache() {
         max_tokens: 96,
         options: &options,
         watch: &Watch::default(),
+        stop: None,
     };
     let head = TargetHead::load(&dataset.dir().target()).unwrap();
     let shape = [head.vocab_size, head.hidden_size];
@@ -84,8 +85,30 @@ fn rounds_are_those_of_a_decoder_with_a_cache() {
     let frozen = frozen_target::<Flex>(head, &session.vocab, place).unwrap();
     let draft: Eagle3Draft<Flex> = state.draft;
     let lengths = [2, 5];
-    let counts = chain_acceptance(&draft, &frozen, (dataset, &lengths), &what).unwrap();
-    for (counts, length) in counts.into_iter().zip(lengths) {
+    let counted = chain_acceptance(&draft, &frozen, (dataset, &lengths), &what).unwrap();
+    // The last state points at the next token, but one in 16 is no function of the one before it.
+    let top = |row: &[f32]| {
+        let logit = |id: &usize| -> f32 {
+            let end = (id + 1) * support::HIDDEN;
+            let weights = &support::embeddings()[id * support::HIDDEN..end];
+            weights.iter().zip(row).map(|(w, x)| w * x).sum()
+        };
+        (0..support::VOCAB).max_by(|a, b| logit(a).total_cmp(&logit(b))).unwrap() as u32
+    };
+    let (mut answer_tokens, mut greedy) = (0, 0);
+    for &at in &indices {
+        let sample = dataset.reader().read(at).unwrap();
+        let states = sample.states().last().unwrap().rows.to_f32();
+        let (ids, mask) = (sample.sample().input_ids(), sample.sample().loss_mask());
+        for at in (1..ids.len()).filter(|&at| mask[at] == 1) {
+            answer_tokens += 1;
+            let row = &states[(at - 1) * support::HIDDEN..at * support::HIDDEN];
+            greedy += u64::from(top(row) == ids[at]);
+        }
+    }
+    assert_eq!((counted.answer_tokens, counted.greedy_tokens), (answer_tokens, greedy));
+    assert!(counted.greedy_share() > 0.5);
+    for (counts, length) in counted.by_length.into_iter().zip(lengths) {
         let vocabulary = session.vocab.vocabulary().clone();
         let mut decoder = DraftDecoder::new(draft.clone(), embed_tokens.clone(), vocabulary, 64);
         let mut expected = LiveCounts::default();

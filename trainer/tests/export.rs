@@ -11,9 +11,9 @@ use burn::tensor::FloatDType;
 use safetensors::Dtype;
 use serde_json::{Value, json};
 use trainer::checkpoint::{Checkpoint, Parts};
-use trainer::config::Layout;
+use trainer::config::{Layout, RopeScaling};
 use trainer::export::{
-    Engine, ExportDtype, ExportError, ExportLayout, ExportOptions, ExportedDraft, export,
+    Engine, ExportDtype, ExportError, ExportLayout, ExportOptions, ExportedDraft, Server, export,
     golden_logits,
 };
 use trainer::fit::{self, Start};
@@ -150,6 +150,7 @@ fn mla_and_speculators_names_and_fields() {
     assert_eq!(config["model_type"], json!("kimi_k2"));
     assert_eq!(config["kv_lora_rank"], json!(10));
     assert!(config["rope_scaling"].get("attn_factor").is_none());
+    assert_eq!(config["rope_scaling"]["rope_theta"], json!(50000.0));
 
     let llama = checkpoint(&dir.path().join("l"), |config| {
         config.draft.norm_output = true;
@@ -221,6 +222,83 @@ fn exports_that_engines_would_misread_are_refused() {
     let left: Vec<PathBuf> =
         std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().path()).collect();
     assert_eq!(left.len(), 2, "nothing but data and run stays: {left:?}");
+}
+
+/// vLLM's older MLA draft reads nothing of the rotary settings but `rope_scaling`.
+#[test]
+fn an_mla_draft_with_plain_rope_keeps_its_base_in_every_engine() {
+    let dir = tempfile::tempdir().unwrap();
+    let checkpoint = checkpoint(dir.path(), |config| {
+        config.draft.layout = Layout::Mla;
+        config.draft.rope_scaling = RopeScaling::None;
+    });
+    assert_eq!(checkpoint.state.draft.yarn, None);
+    let out = dir.path().join("out");
+    let options = ExportOptions { dtype: ExportDtype::F32, ..options(ExportLayout::Mla) };
+    let report = export(&checkpoint, &out, &options).unwrap();
+    assert!(report.golden_difference < 1e-6, "{}", report.golden_difference);
+    let (config, _) = written(&out);
+    for schema in ["rope_scaling", "rope_parameters"] {
+        assert_eq!(config[schema]["rope_theta"], json!(50000.0), "{schema}");
+        // Dividing by 1 below a context is plain RoPE, and so is ln 1 in the scale.
+        assert_eq!(config[schema]["factor"], json!(1.0), "{schema}");
+        assert_eq!(config[schema]["original_max_position_embeddings"], json!(512), "{schema}");
+    }
+}
+
+/// A draft that feeds back something else differs in no first step.
+#[test]
+fn the_golden_rows_see_what_is_fed_back() {
+    let dir = tempfile::tempdir().unwrap();
+    let checkpoint = checkpoint(dir.path(), |config| config.draft.norm_output = true);
+    let out = dir.path().join("out");
+    let exact = ExportOptions { dtype: ExportDtype::F32, ..options(ExportLayout::Llama) };
+    export(&checkpoint, &out, &exact).unwrap();
+    let (mut config, _) = written(&out);
+    config["norm_output"] = json!(false);
+    std::fs::write(out.join("config.json"), config.to_string()).unwrap();
+    let device = Default::default();
+    let changed = ExportedDraft::load(&out).unwrap().draft::<Flex>(&device).unwrap();
+    let changed = golden_logits::<Flex>(changed, &checkpoint.golden).unwrap();
+    let kept = checkpoint.draft(&device).unwrap();
+    let expected = golden_logits::<Flex>(kept, &checkpoint.golden).unwrap();
+    let differ = |rows: std::ops::Range<usize>| {
+        let rows = rows.start * 44..rows.end * 44;
+        expected[rows.clone()].iter().zip(&changed[rows]).any(|(a, b)| (a - b).abs() > 1e-3)
+    };
+    let rows = expected.len() / 44 - 3;
+    assert!(!differ(0..rows), "the first step reads nothing that was fed back");
+    assert!(differ(rows..rows + 3));
+}
+
+/// SGLang adds one to the ids of a Llama or Qwen target, and takes those of a DeepSeek as they are.
+#[test]
+fn ids_follow_the_targets_family() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut checkpoint = checkpoint(dir.path(), |_| {});
+    checkpoint.state.layers = [1, 2, 3, 4].map(shared::LayerIndex).to_vec();
+    let current = ExportOptions { engine: Engine::Current, ..options(ExportLayout::Llama) };
+    for (target, nested) in [
+        ("DeepseekV3ForCausalLM", json!([2, 3, 4])),
+        ("LlamaForCausalLM", json!([1, 2, 3])),
+        ("Qwen3ForCausalLM", json!([1, 2, 3])),
+    ] {
+        checkpoint.state.target["architectures"] = json!([target]);
+        let out = dir.path().join(target);
+        let report = export(&checkpoint, &out, &current).unwrap();
+        assert_eq!(report.servers, [Server::Vllm, Server::Sglang]);
+        let (config, _) = written(&out);
+        assert_eq!(config["eagle_aux_hidden_state_layer_ids"], json!([2, 3, 4]), "{target}");
+        let ids = &config["eagle_config"]["eagle_aux_hidden_state_layer_ids"];
+        assert_eq!(*ids, nested, "{target}");
+    }
+    checkpoint.state.target["architectures"] = json!(["GptOssForCausalLM"]);
+    let out = dir.path().join("unknown");
+    let error = export(&checkpoint, &out, &current).unwrap_err();
+    assert!(matches!(error, ExportError::UnknownTarget { .. }), "{error}");
+    // The speculators format is read by vLLM alone, whose ids are the same for every target.
+    let format = ExportOptions { layout: ExportLayout::Speculators, ..current };
+    assert_eq!(export(&checkpoint, &out, &format).unwrap().servers, [Server::Vllm]);
 }
 
 #[test]

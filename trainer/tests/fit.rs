@@ -15,9 +15,10 @@ use trainer::schedule::Decay;
 use trainer::world::World;
 
 type Backend = Autodiff<Flex>;
+const F32: FloatDType = FloatDType::F32;
 
 fn run(config: &FitConfig, start: Start) -> Result<FitReport, FitError> {
-    fit::run::<Backend>(config, (start, &World::alone()), (&Default::default(), FloatDType::F32))
+    fit::run::<Backend>(config, (start, &World::alone()), (&Default::default(), F32))
 }
 
 fn bytes(dir: &Path, name: &str) -> Vec<u8> {
@@ -74,13 +75,14 @@ fn resume_is_exact(layout: Layout, accumulate: usize) {
             ..straight.clone()
         };
         // What a killed run leaves: its checkpoints up to k, and a log that goes further.
-        let kept = RunDir::new(&out).checkpoint(k);
-        std::fs::create_dir_all(&kept).unwrap();
-        for entry in
-            std::fs::read_dir(RunDir::new(&straight.checkpoint.run_dir).checkpoint(k)).unwrap()
-        {
-            let entry = entry.unwrap();
-            std::fs::copy(entry.path(), kept.join(entry.file_name())).unwrap();
+        for step in 1..=k {
+            let from = RunDir::new(&straight.checkpoint.run_dir).checkpoint(step);
+            let kept = RunDir::new(&out).checkpoint(step);
+            std::fs::create_dir_all(&kept).unwrap();
+            for entry in std::fs::read_dir(from).unwrap() {
+                let entry = entry.unwrap();
+                std::fs::copy(entry.path(), kept.join(entry.file_name())).unwrap();
+            }
         }
         let log = RunDir::new(&out).metrics();
         std::fs::copy(RunDir::new(&straight.checkpoint.run_dir).metrics(), &log).unwrap();
@@ -132,7 +134,7 @@ fn resuming_at_every_step_of_fifty_is_bit_exact() {
     straight.checkpoint.checkpoint_every = 1;
     straight.checkpoint.keep_last = 1000;
     assert_eq!(run(&straight, Start::Fresh).unwrap().steps, 50);
-    let place = (&Default::default(), FloatDType::F32);
+    let place = (&Default::default(), F32);
     let session = Session::<Backend>::open(&straight, place).unwrap();
     let original = RunDir::new(&straight.checkpoint.run_dir);
     for k in 1..50 {
@@ -192,59 +194,6 @@ fn resuming_is_bit_exact_with_noise_average_frozen_head_and_lk() {
     let (average, trained) = (&all.weights, all.optimizer.as_ref().unwrap());
     let different = average.tensors["fc.weight"] != trained.tensors["trained.fc.weight"];
     assert!(different, "the average is not the last weights");
-}
-
-#[test]
-fn resuming_with_other_settings_or_data_is_refused() {
-    let dir = tempfile::tempdir().unwrap();
-    let (data, out) = (dir.path().join("data"), dir.path().join("run"));
-    support::dataset(&data, 20);
-    let mut config = support::config(&data, &out);
-    config.train.max_steps = 2;
-    run(&config, Start::Fresh).unwrap();
-    let mut other = config.clone();
-    other.train.lr = 0.5;
-    let error = run(&other, Start::Resume).unwrap_err();
-    let text = error.to_string();
-    assert!(text.contains("train.lr") && text.contains("0.5") && text.contains("0.005"), "{text}");
-    assert_eq!(error.exit_code(), 78);
-    // One that has grown, and one of another target.
-    let place = |name: &str| dir.path().join(name);
-    support::dataset(&place("grown"), 30);
-    support::dataset_of("another", &place("other"), 20);
-    let refused = |dataset: &str| {
-        let mut config = config.clone();
-        config.data.dataset = place(dataset);
-        // Nobody waits for shards to be read before the answer.
-        let _ = std::fs::remove_dir_all(place(dataset).join("shards"));
-        let error = run(&config, Start::Resume).unwrap_err();
-        assert_eq!(error.exit_code(), 78, "{error}");
-        error
-    };
-    let grown = refused("grown");
-    assert!(matches!(&grown, FitError::OtherSamples { .. }), "{grown}");
-    let text = grown.to_string();
-    assert!(text.contains("30 samples") && text.contains("20 samples"), "{text}");
-    let FitError::OtherDataset { stored, current } = refused("other") else { panic!() };
-    assert_ne!(stored, current);
-    std::fs::remove_dir_all(data.join("shards")).unwrap();
-    let error = run(&other, Start::Resume).unwrap_err();
-    assert!(error.to_string().contains("train.lr"), "{error}");
-    // Only the shards are missing for those who ask for nothing else.
-    assert!(matches!(run(&config, Start::Resume), Err(FitError::Dataset(_))));
-}
-
-/// Where the draft has the whole vocabulary, no count of tokens tells that samples were added.
-#[test]
-fn added_samples_are_found_with_a_full_vocabulary_too() {
-    let dir = tempfile::tempdir().unwrap();
-    support::dataset(&dir.path().join("data"), 20);
-    support::dataset(&dir.path().join("grown"), 30);
-    let mut config = support::config(&dir.path().join("data"), &dir.path().join("run"));
-    (config.draft.draft_vocab_size, config.train.max_steps) = (None, 2);
-    run(&config, Start::Fresh).unwrap();
-    config.data.dataset = dir.path().join("grown");
-    assert!(matches!(run(&config, Start::Resume), Err(FitError::OtherSamples { .. })));
 }
 
 /// Values of a name in metrics.jsonl, one a step.
@@ -308,18 +257,43 @@ fn noise_differs_from_epoch_to_epoch() {
     assert!(first.iter().zip(&second).all(|(a, b)| a != b), "{first:?} {second:?}");
 }
 
+/// The newest checkpoint names itself as the best; the one before it, to which a run may go back,
+/// names an older one.
 #[test]
-fn the_best_checkpoint_outlives_newer_ones() {
+fn a_run_that_goes_back_finds_its_best_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
-    let run_dir = RunDir::new(dir.path());
-    for step in 1..=4 {
-        std::fs::create_dir_all(run_dir.checkpoint(step)).unwrap();
-        std::fs::write(run_dir.checkpoint(step).join("BLAKE3SUMS"), "").unwrap();
+    let (data, out) = (dir.path().join("data"), dir.path().join("run"));
+    support::dataset(&data, 20);
+    let mut config = support::config(&data, &out);
+    config.train.max_steps = 3;
+    let session = Session::<Backend>::open(&config, (&Default::default(), F32)).unwrap();
+    let (run_dir, world) = (RunDir::new(&out), World::alone());
+    let mut state = TrainState::start(&session, &run_dir, (Start::Fresh, &world)).unwrap();
+    let mut save = |step, best| {
+        state.step = step;
+        state.best = Some(Best { step: best, acceptance_length: 1.0 + best as f64 });
+        state.checkpoint(&session).unwrap().unwrap().save(&run_dir).unwrap();
+        run_dir.prune(2, state.best).unwrap();
+    };
+    let damage = || std::fs::remove_file(run_dir.checkpoint(3).join("BLAKE3SUMS")).unwrap();
+    for (step, best) in [(1, 1), (2, 1), (3, 3)] {
+        save(step, best);
     }
-    run_dir.prune(2, Some(Best { step: 1, acceptance_length: 2.5 })).unwrap();
-    assert_eq!(run_dir.steps().unwrap(), [1, 3, 4]);
-    run_dir.prune(1, None).unwrap();
-    assert_eq!(run_dir.steps().unwrap(), [4]);
+    assert_eq!(run_dir.steps().unwrap(), [1, 2, 3], "2 names 1");
+    damage();
+    run_dir.set_damaged_aside().unwrap();
+    assert_eq!(run_dir.best().unwrap(), run_dir.checkpoint(1));
+    // The same step is damaged again.
+    save(3, 3);
+    damage();
+    run_dir.set_damaged_aside().unwrap();
+    let aside = |name: &str| run_dir.checkpoint(3).with_file_name(name).is_dir();
+    assert!(aside("damaged-step-00000003") && aside("damaged-step-00000003-2"));
+    // Where the best is gone all the same, it is not compared with, and not reported.
+    std::fs::remove_dir_all(run_dir.checkpoint(1)).unwrap();
+    assert_eq!(run_dir.best().unwrap(), run_dir.checkpoint(2));
+    let report = run(&config, Start::Resume).unwrap();
+    assert_eq!((report.steps, &report.best), (3, &report.checkpoint));
 }
 
 #[test]
@@ -328,7 +302,7 @@ fn only_a_longer_acceptance_length_is_better() {
     let (data, out) = (dir.path().join("data"), dir.path().join("run"));
     support::dataset(&data, 20);
     let config = support::config(&data, &out);
-    let place = (&Default::default(), FloatDType::F32);
+    let place = (&Default::default(), F32);
     let session = Session::<Backend>::open(&config, place).unwrap();
     let start = (Start::Fresh, &World::alone());
     let mut state = TrainState::start(&session, &RunDir::new(&out), start).unwrap();
@@ -422,18 +396,6 @@ fn a_damaged_checkpoint_is_named_and_not_used() {
     std::fs::remove_file(checkpoint.join("BLAKE3SUMS")).unwrap();
     assert!(Checkpoint::load(&checkpoint, Parts::Everything).is_err());
     assert_eq!(RunDir::new(&out).steps().unwrap(), Vec::<u64>::new());
-}
-
-#[test]
-fn one_run_directory_has_one_writer() {
-    let dir = tempfile::tempdir().unwrap();
-    let run_dir = RunDir::new(dir.path());
-    let lock = run_dir.claim().unwrap();
-    let error = run_dir.claim().unwrap_err();
-    assert_eq!(error.exit_code(), 73);
-    assert!(error.to_string().contains("process"), "{error}");
-    drop(lock);
-    run_dir.claim().unwrap();
 }
 
 #[test]

@@ -12,10 +12,11 @@ use burn::tensor::FloatDType;
 use extractor::shutdown::Shutdown;
 use serde_json::Value;
 use trainer::Param;
+use trainer::acceptance::EvaluateError;
 use trainer::checkpoint::{Checkpoint, Parts, RunDir};
 use trainer::config::FitConfig;
 use trainer::exchange::{self, Shards};
-use trainer::fit::{self, FitError, FitReport, Start};
+use trainer::fit::{self, FitError, FitReport, Session, Start, TrainState};
 use trainer::watch::Watch;
 use trainer::world::{Place, World, WorldError};
 
@@ -177,6 +178,50 @@ fn a_signal_to_one_process_stops_all_after_the_same_step() {
         assert_eq!((report.stopped, report.steps), (true, 0), "rank {rank}");
     }
     assert_eq!(RunDir::new(&config.checkpoint.run_dir).steps().unwrap(), [0]);
+}
+
+/// A checkpoint of a step that is one to evaluate after, from a process that had no time for it.
+#[test]
+fn an_evaluation_that_a_stop_cuts_off_is_made_up_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("data");
+    support::dataset(&data, 40);
+    let mut config = support::config(&data, &dir.path().join("straight"));
+    config.train.max_steps = 4;
+    (config.checkpoint.eval_every, config.checkpoint.eval_samples) = (2, 3);
+    let straight = run(&config, Start::Fresh, &World::alone()).unwrap();
+    let expected = curve(&config.checkpoint.run_dir, "eval/acceptance_length");
+    assert_eq!(expected.len(), 2);
+
+    config.checkpoint.run_dir = dir.path().join("stopped");
+    let place = (&Default::default(), FloatDType::F32);
+    let (run_dir, alone) = (RunDir::new(&config.checkpoint.run_dir), World::alone());
+    let session = Session::<Backend>::open(&config, place).unwrap();
+    let mut state = TrainState::start(&session, &run_dir, (Start::Fresh, &alone)).unwrap();
+    let mut loader = session.loader(state.loader, &alone).unwrap();
+    for _ in 0..2 {
+        let group = state.next_group(&mut loader, 1).unwrap().unwrap();
+        state.train(&session, group).unwrap();
+    }
+    state.checkpoint(&session).unwrap().unwrap().save(&run_dir).unwrap();
+    // No more samples than asked for, and none once a stop is asked for.
+    assert!(session.split.held_out.len() > 3);
+    assert_eq!(
+        session.evaluate(&state.draft, (&Watch::default(), None)).unwrap().unwrap().samples,
+        3
+    );
+    let stop = Shutdown::default();
+    stop.request();
+    let cut = session.evaluate(&state.draft, (&Watch::default(), Some(&stop)));
+    assert!(matches!(cut, Err(FitError::Evaluate(EvaluateError::Stopped))));
+
+    let start = (Start::Resume, &alone);
+    let report =
+        fit::run_until::<Backend>(&config, start, place, (&stop, &Watch::default())).unwrap();
+    assert_eq!((report.stopped, report.steps, report.acceptance_length), (true, 2, None));
+    let report = run(&config, Start::Resume, &alone).unwrap();
+    assert_eq!(curve(&config.checkpoint.run_dir, "eval/acceptance_length"), expected);
+    assert_eq!(report.acceptance_length, straight.acceptance_length);
 }
 
 #[test]

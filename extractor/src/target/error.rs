@@ -199,7 +199,8 @@ pub enum TargetError {
     },
     /// A batch took longer than its deadline.
     #[error(
-        "no answer from ranks {waiting:?} within {:.1} s: a GPU or rank hangs, or the batch is too large for it (--batch-tokens)",
+        "no answer from ranks {waiting:?} within {:.1} s: a GPU or rank hangs, or the batch is too \
+         large for it (--batch-tokens)",
         .limit.as_secs_f64()
     )]
     Deadline {

@@ -7,14 +7,14 @@ use super::weights::{Checkpoint, WeightsError};
 
 /// Refuses biases and norms in the layers of `spec` that this engine would leave out.
 pub(super) fn refuse(checkpoint: &Checkpoint, spec: &TargetSpec) -> Result<(), TargetError> {
-    let unread = |name: &&str| {
-        let Some((layer, part)) = name.strip_prefix("model.layers.")?.split_once('.') else {
-            return None;
-        };
-        let is_here = layer.parse::<usize>().is_ok_and(|layer| layer < spec.num_layers);
-        (is_here && is_bias_or_norm(part) && !is_read(part, &spec.attention)).then_some(())
+    let is_unread = |name: &&str| {
+        let in_layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
+        in_layer.is_some_and(|(layer, part)| {
+            let is_here = layer.parse::<usize>().is_ok_and(|layer| layer < spec.num_layers);
+            is_here && is_bias_or_norm(part) && !is_read(part, &spec.attention)
+        })
     };
-    match checkpoint.names().find(|name| unread(name).is_some()) {
+    match checkpoint.names().find(is_unread) {
         None => Ok(()),
         Some(name) => Err(WeightsError::Unread { name: name.to_owned() }.into()),
     }

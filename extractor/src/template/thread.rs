@@ -1,6 +1,6 @@
 //! A thread of its own for what a template does: the engine's filters walk through values without
-//! fuel, and deep into them. Its stack is large enough for the deepest value that fuel can make, and
-//! who waits for it gives up after some seconds. Knows nothing of templates.
+//! fuel, and deep into them. Its stack is large enough for the deepest value that fuel can make,
+//! and who waits for it gives up after some seconds. Knows nothing of templates.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use burn::tensor::{Int, Tensor};
 
-use super::{EvaluateError, EvaluationPlan};
+use super::{EvaluateError, EvaluationPlan, check_device};
 use crate::batch::{BatchTokens, FrozenTarget};
 use crate::collate::{collate_plain, plan};
 use crate::dataset::{DatasetError, ManifestDataset};
@@ -14,6 +14,27 @@ use crate::live::LiveCounts;
 use crate::masks::{MaskMode, RowPlan, row_masks};
 use crate::ops::{Activations, DraftOps};
 use crate::plan::{plan_batch, positions};
+
+/// What decoding the recorded answers would count.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ChainCounts {
+    /// For each length of chain.
+    pub by_length: Vec<LiveCounts>,
+    /// Tokens of the answers.
+    pub answer_tokens: u64,
+    /// Of these, the target's top token at their place: all, where it wrote them greedily.
+    pub greedy_tokens: u64,
+}
+
+impl ChainCounts {
+    /// Share of the answers' tokens that are the target's top token; 1 without answers.
+    pub fn greedy_share(&self) -> f64 {
+        match self.answer_tokens {
+            0 => 1.0,
+            all => self.greedy_tokens as f64 / all as f64,
+        }
+    }
+}
 
 /// Rounds that decoding the recorded answers would take, for each number of drafted tokens in
 /// `lengths`. The first token of an answer comes from the prompt's forward; from then on a round
@@ -24,12 +45,13 @@ pub fn chain_acceptance<B: DraftOps>(
     frozen: &FrozenTarget<B>,
     (dataset, lengths): (&ManifestDataset, &[usize]),
     what: &EvaluationPlan<'_>,
-) -> Result<Vec<LiveCounts>, EvaluateError> {
+) -> Result<ChainCounts, EvaluateError> {
     let device = draft.device();
     let depth = lengths.iter().copied().max().unwrap_or(0);
     let sizes: Vec<usize> = what.indices.iter().map(|&at| dataset.samples()[at].tokens).collect();
     let reader = dataset.reader();
-    let mut counts = vec![LiveCounts::default(); lengths.len()];
+    let by_length = vec![LiveCounts::default(); lengths.len()];
+    let mut counts = ChainCounts { by_length, ..ChainCounts::default() };
     for batch in plan(what.indices, &sizes, what.max_tokens) {
         let documents: Vec<_> =
             batch.iter().map(|&at| reader.read(at)).collect::<Result<_, _>>()?;
@@ -40,10 +62,17 @@ pub fn chain_acceptance<B: DraftOps>(
         let masks = row_masks(tokens, depth, MaskMode::Chain, &[]);
         let rows = RowPlan::sparse(tokens, &masks);
         let right = right_tokens(draft, frozen, &batch.aux, (tokens, &rows));
+        let top =
+            B::teacher_top(batch.last_hidden.clone(), &frozen.head, what.options.teacher_rows);
+        check_device::<B>(&device)?;
         for answer in answers(tokens) {
-            for (counts, &length) in counts.iter_mut().zip(lengths) {
+            for (counts, &length) in counts.by_length.iter_mut().zip(lengths) {
                 decode(&answer, length, &right, counts);
             }
+            let text = tokens.input_ids().iter().take(answer.end).skip(answer.start);
+            let greedy = top.iter().skip(answer.start - 1).zip(text).filter(|(a, b)| a == b);
+            counts.greedy_tokens += greedy.count() as u64;
+            counts.answer_tokens += answer.len() as u64;
         }
     }
     Ok(counts)

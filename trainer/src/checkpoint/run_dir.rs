@@ -132,16 +132,26 @@ impl RunDir {
         }
     }
 
-    /// Renames damaged checkpoints to `damaged-step-NNNNNNNN` until the newest is sound, and says
-    /// so. Every file of the newest is read.
+    /// Renames damaged checkpoints to `damaged-step-NNNNNNNN` (a second one of the step to
+    /// `damaged-step-NNNNNNNN-2`) until the newest is sound, and says so. Every file of the newest
+    /// is read.
     pub fn set_damaged_aside(&self) -> Result<(), CheckpointError> {
         let _lock = self.claim()?;
         let rename = |step: u64, error: &CheckpointError| {
-            let aside = self.checkpoints_dir().join(format!("damaged-{PREFIX}{step:08}"));
+            let aside = self.aside(step);
             tracing::warn!("{error}: set aside as {}", aside.display());
             Ok(publish_dir(&self.checkpoint(step), &aside)?)
         };
         self.find_sound(rename).map(drop)
+    }
+
+    /// A name for a damaged checkpoint that no earlier one of its step has.
+    fn aside(&self, step: u64) -> PathBuf {
+        let name = format!("damaged-{PREFIX}{step:08}");
+        let later = (2..).map(|count| format!("{name}-{count}"));
+        let mut names = std::iter::once(name.clone()).chain(later);
+        let free = names.find(|name| !self.checkpoints_dir().join(name).exists());
+        self.checkpoints_dir().join(free.unwrap_or(name))
     }
 
     /// The newest checkpoint whose every byte is what was written; renames nothing, so that it can
@@ -171,7 +181,17 @@ impl RunDir {
     pub fn best(&self) -> Result<PathBuf, CheckpointError> {
         let latest = self.latest()?;
         let state = Checkpoint::load_state(&latest)?;
-        Ok(state.best.map_or(latest, |best| self.checkpoint(best.step)))
+        Ok(self.existing(state.best).map_or(latest, |best| self.checkpoint(best.step)))
+    }
+
+    /// The same, or `None` where its checkpoint is gone.
+    pub fn existing(&self, best: Option<Best>) -> Option<Best> {
+        let there = |best: &Best| self.checkpoint(best.step).join(SUMS).is_file();
+        let kept = best.filter(there);
+        if let (Some(best), None) = (best, kept) {
+            tracing::warn!("the best checkpoint, of step {}, is gone", best.step);
+        }
+        kept
     }
 
     /// The checkpoint that `path` names: itself, or the best one of a run directory.
@@ -185,7 +205,8 @@ impl RunDir {
         }
     }
 
-    /// Removes all but the `keep` newest checkpoints and the best one.
+    /// Removes all but the `keep` newest checkpoints, the best one, and those that a kept one names
+    /// as its best: `--allow-older` may go back to it.
     pub fn prune(&self, keep: usize, best: Option<Best>) -> Result<(), CheckpointError> {
         self.prune_with(&RealFiles, keep, best)
     }
@@ -197,15 +218,19 @@ impl RunDir {
         best: Option<Best>,
     ) -> Result<(), CheckpointError> {
         let steps = self.steps()?;
-        for &step in steps.iter().take(steps.len().saturating_sub(keep)) {
-            if best.is_none_or(|best| best.step != step) {
-                // One half removed is under a name that no checkpoint has, and that the next
-                // start sweeps.
-                let path = self.checkpoints_dir().join(format!(".pruned-{PREFIX}{step:08}.tmp"));
-                publish_dir_with(files, &self.checkpoint(step), &path)?;
-                let removed = files.remove_dir(&path);
-                removed.map_err(|source| CheckpointError::Io { path, source })?;
-            }
+        let (old, newest) = steps.split_at(steps.len().saturating_sub(keep));
+        let named = newest.iter().filter_map(|&step| {
+            // A damaged one names nothing.
+            Checkpoint::load_state(&self.checkpoint(step)).ok()?.best
+        });
+        let kept: Vec<u64> = named.chain(best).map(|best| best.step).collect();
+        for &step in old.iter().filter(|step| !kept.contains(step)) {
+            // One half removed is under a name that no checkpoint has, and that the next start
+            // sweeps.
+            let path = self.checkpoints_dir().join(format!(".pruned-{PREFIX}{step:08}.tmp"));
+            publish_dir_with(files, &self.checkpoint(step), &path)?;
+            let removed = files.remove_dir(&path);
+            removed.map_err(|source| CheckpointError::Io { path, source })?;
         }
         Ok(())
     }

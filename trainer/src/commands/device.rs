@@ -2,11 +2,12 @@
 
 use burn::backend::cuda::CudaDevice;
 use burn::tensor::FloatDType;
+use extractor::target::Device as EngineDevice;
 use trainer::config::{Compute, ConfigError};
 use trainer::ops::DeviceFault;
 use trainer::world::{Place as Seat, World, WorldError};
 
-use super::end_saying;
+use super::{Usage, end_saying};
 
 /// A device.
 #[derive(Clone, Debug)]
@@ -71,6 +72,18 @@ impl DeviceArgs {
             None => World::alone(),
         };
         Ok((place, dtype, world))
+    }
+
+    /// The device of a target engine, which takes as many GPUs as it has ranks.
+    pub(crate) fn of_engine(&self) -> anyhow::Result<EngineDevice> {
+        match self.device {
+            Asked::Cpu => Ok(EngineDevice::Cpu),
+            Asked::Cuda(None) => Ok(EngineDevice::Cuda),
+            Asked::Cuda(Some(_)) => Err(Usage(
+                "--live takes --device cpu or cuda; CUDA_VISIBLE_DEVICES chooses the GPUs".into(),
+            )
+            .into()),
+        }
     }
 
     fn open_one(&self, compute: Compute, local_rank: usize) -> anyhow::Result<(Place, FloatDType)> {

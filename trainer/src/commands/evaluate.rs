@@ -4,21 +4,24 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
-use burn::backend::Flex;
+use burn::backend::{Cuda, Flex};
 use burn::tensor::FloatDType;
 use serde::Serialize;
 use shared::LayerIndex;
-use trainer::FrozenTarget;
 use trainer::acceptance::{Acceptance, Evaluation, EvaluationPlan, chain_acceptance, evaluate};
-use trainer::config::FitConfig;
+use trainer::config::{Compute, FitConfig};
 use trainer::dataset::ManifestDataset;
 use trainer::fit::{frozen_target, ttt_options};
 use trainer::live::LiveCounts;
+use trainer::ops::DraftOps;
 use trainer::target::TargetHead;
 use trainer::trained::TrainedDraft;
+use trainer::ttt::TttOptions;
 use trainer::watch::Watch;
+use trainer::{Eagle3Draft, FrozenTarget};
 
 use super::Usage;
+use super::device::{DeviceArgs, Place};
 use super::live::LiveArgs;
 
 /// Measure how many drafted tokens the target would accept.
@@ -31,30 +34,40 @@ pub(crate) struct EvaluateArgs {
     #[arg(long, value_name = "DIR", conflicts_with = "path")]
     draft: Option<PathBuf>,
     /// Data set written by `extractor run`.
-    #[arg(long, value_name = "DIR", required_unless_present = "live")]
+    #[arg(long, value_name = "DIR", required_unless_present = "live", conflicts_with = "live")]
     dataset: Option<PathBuf>,
     /// Only the samples kept out of training (the default).
-    #[arg(long, conflicts_with = "all")]
+    #[arg(long, conflicts_with_all = ["all", "live"])]
     held_out: bool,
     /// All samples.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "live")]
     all: bool,
     /// Share of held-out samples; the run's own by default, 0.05 for an export.
-    #[arg(long, value_name = "SHARE")]
+    #[arg(long, value_name = "SHARE", conflicts_with_all = ["all", "live"])]
     held_out_share: Option<f64>,
     /// Drafted tokens, 1 to 16; the run's ttt_steps by default.
-    #[arg(long, value_name = "N", value_parser = drafted_tokens)]
+    #[arg(long, value_name = "N", value_parser = drafted_tokens,
+        conflicts_with_all = ["chain", "live"])]
     ttt_steps: Option<usize>,
     /// Count the rounds of speculative decoding with chains of N drafted tokens, on answers that
     /// the target wrote greedily.
-    #[arg(long, value_name = "N,N", value_delimiter = ',', value_parser = drafted_tokens)]
+    #[arg(long, value_name = "N,N", value_delimiter = ',', value_parser = drafted_tokens,
+        conflicts_with = "live")]
     chain: Vec<usize>,
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
+    // Of the draft on a data set: f32 on the CPU, the run's type on CUDA. With --live of the
+    // target: always f32, for texts are compared token for token.
+    #[command(flatten)]
+    device: DeviceArgs,
     #[command(flatten)]
     live: LiveArgs,
 }
+
+/// Answers below this share of top tokens were not written greedily; states rounded to bf16 or fp8
+/// change a few.
+const GREEDY: f64 = 0.99;
 
 fn drafted_tokens(text: &str) -> Result<usize, String> {
     let count = text.parse().ok().filter(|count| (1..=16).contains(count));
@@ -77,6 +90,8 @@ struct ChainReport {
 #[derive(Serialize)]
 struct ChainsReport {
     samples: usize,
+    /// Share of the answers' tokens that are the target's top token.
+    greedy_share: f64,
     chains: Vec<ChainReport>,
 }
 
@@ -87,16 +102,32 @@ pub(crate) fn run(args: &EvaluateArgs, out: &mut dyn Write) -> anyhow::Result<bo
     };
     let trained = TrainedDraft::open(draft)?;
     if args.live.live {
-        return super::live::run(&args.live, &trained, args.json, out);
+        return super::live::run(&args.live, &trained, (args.device.of_engine()?, args.json), out);
     }
+    let compute = match trained.config.as_ref().map(|config| config.train.compute) {
+        Some(Compute::F32) => Compute::F32,
+        _ => Compute::Auto,
+    };
+    match args.device.open(compute)? {
+        (Place::Cpu, dtype) => measure::<Flex>(args, &trained, (&Default::default(), dtype), out),
+        (Place::Cuda(device), dtype) => measure::<Cuda>(args, &trained, (&device, dtype), out),
+    }
+}
+
+fn measure<B: DraftOps>(
+    args: &EvaluateArgs,
+    trained: &TrainedDraft,
+    place: (&B::Device, FloatDType),
+    out: &mut dyn Write,
+) -> anyhow::Result<bool> {
     let Some(dataset) = &args.dataset else {
         bail!(Usage("--dataset DIR is needed: the data set written by `extractor run`".into()));
     };
-    let recorded = Recorded::open(args, &trained, dataset)?;
+    let recorded = Recorded::<B>::open(args, trained, (dataset, place))?;
     if !args.chain.is_empty() {
-        return chains(args, &trained, &recorded, out);
+        return chains(args, &recorded, out);
     }
-    let evaluation = recorded.evaluate(&trained).with_context(|| recorded.name())?;
+    let evaluation = recorded.evaluate().with_context(|| recorded.name())?;
     if args.json {
         writeln!(out, "{}", serde_json::to_string(&evaluation)?)?;
         return Ok(true);
@@ -108,17 +139,24 @@ pub(crate) fn run(args: &EvaluateArgs, out: &mut dyn Write) -> anyhow::Result<bo
     Ok(true)
 }
 
-/// Samples to measure on, and the target's head that belongs to them.
-struct Recorded {
+/// The draft, samples to measure it on, and the target's head that belongs to them.
+struct Recorded<'a, B: DraftOps> {
+    trained: &'a TrainedDraft,
+    draft: Eagle3Draft<B>,
     dataset: ManifestDataset,
     indices: Vec<usize>,
-    frozen: FrozenTarget<Flex>,
+    frozen: FrozenTarget<B>,
     config: FitConfig,
     steps: Option<usize>,
+    watch: Watch,
 }
 
-impl Recorded {
-    fn open(args: &EvaluateArgs, trained: &TrainedDraft, path: &Path) -> anyhow::Result<Self> {
+impl<'a, B: DraftOps> Recorded<'a, B> {
+    fn open(
+        args: &EvaluateArgs,
+        trained: &'a TrainedDraft,
+        (path, (device, dtype)): (&Path, (&B::Device, FloatDType)),
+    ) -> anyhow::Result<Self> {
         let dataset = ManifestDataset::open(path)?;
         let layers = &dataset.spec().layers;
         let aux = layers.get(..layers.len().saturating_sub(1)).unwrap_or_default();
@@ -147,61 +185,74 @@ impl Recorded {
             bail!(Usage("no sample is held out: give --held-out-share, or --all".into()));
         }
         let head = TargetHead::load(&dataset.dir().target())?;
-        let place = (&Default::default(), FloatDType::F32);
-        let frozen = frozen_target::<Flex>(head, &trained.vocab, place)?;
-        Ok(Self { dataset, indices, frozen, config, steps: args.ttt_steps })
+        let frozen = frozen_target::<B>(head, &trained.vocab, (device, dtype))?;
+        let draft = trained.draft::<B>(device)?.with_dtype(dtype);
+        let (steps, watch) = (args.ttt_steps, Watch::default());
+        Ok(Self { trained, draft, dataset, indices, frozen, config, steps, watch })
     }
 
     fn name(&self) -> String {
         format!("evaluating on {}", self.dataset.dir().root().display())
     }
 
-    fn evaluate(&self, trained: &TrainedDraft) -> anyhow::Result<Evaluation> {
-        let mut options = ttt_options(&self.config);
-        options.steps = self.steps.unwrap_or(options.steps);
+    fn options(&self) -> TttOptions {
+        let options = ttt_options(&self.config);
+        TttOptions {
+            steps: self.steps.unwrap_or(options.steps),
+            teacher_rows: B::TEACHER_ROWS,
+            ..options
+        }
+    }
+
+    fn plan<'b>(&'b self, options: &'b TttOptions) -> EvaluationPlan<'b> {
         let max_tokens = self.config.data.max_tokens;
-        let what = EvaluationPlan {
-            indices: &self.indices,
-            max_tokens,
-            options: &options,
-            watch: &Watch::default(),
-        };
-        let draft = trained.draft::<Flex>(&Default::default())?;
-        Ok(evaluate(&draft, &self.frozen, &self.dataset, &what)?)
+        let watch = &self.watch;
+        EvaluationPlan { indices: &self.indices, max_tokens, options, watch, stop: None }
+    }
+
+    fn evaluate(&self) -> anyhow::Result<Evaluation> {
+        let options = self.options();
+        Ok(evaluate(&self.draft, &self.frozen, &self.dataset, &self.plan(&options))?)
     }
 }
 
-fn chains(
+fn chains<B: DraftOps>(
     args: &EvaluateArgs,
-    trained: &TrainedDraft,
-    recorded: &Recorded,
+    recorded: &Recorded<'_, B>,
     out: &mut dyn Write,
 ) -> anyhow::Result<bool> {
-    let options = ttt_options(&recorded.config);
-    let max_tokens = recorded.config.data.max_tokens;
-    let what = EvaluationPlan {
-        indices: &recorded.indices,
-        max_tokens,
-        options: &options,
-        watch: &Watch::default(),
-    };
-    let draft = trained.draft::<Flex>(&Default::default())?;
+    let options = recorded.options();
     let dataset = (&recorded.dataset, args.chain.as_slice());
-    let counts = chain_acceptance(&draft, &recorded.frozen, dataset, &what)
-        .with_context(|| recorded.name())?;
-    let chains = args.chain.iter().zip(counts).map(|(&drafted, counts)| ChainReport {
+    let counted =
+        chain_acceptance(&recorded.draft, &recorded.frozen, dataset, &recorded.plan(&options))
+            .with_context(|| recorded.name())?;
+    let greedy_share = counted.greedy_share();
+    if greedy_share < GREEDY {
+        tracing::warn!(
+            "{:.1} % of the answers' tokens are the target's top token: these answers were not \
+                written greedily, and the rounds are not those of any decoding",
+            100.0 * greedy_share
+        );
+    }
+    let chains = args.chain.iter().zip(counted.by_length).map(|(&drafted, counts)| ChainReport {
         drafted,
         acceptance_length: counts.acceptance_length(),
         acceptance_rate: counts.acceptance_rate(),
         counts,
     });
-    let report = ChainsReport { samples: recorded.indices.len(), chains: chains.collect() };
+    let samples = recorded.indices.len();
+    let report = ChainsReport { samples, greedy_share, chains: chains.collect() };
     if args.json {
         writeln!(out, "{}", serde_json::to_string(&report)?)?;
         return Ok(true);
     }
-    writeln!(out, "draft    {}", trained.path.display())?;
-    writeln!(out, "samples  {}, as greedy decoding would go", report.samples)?;
+    writeln!(out, "draft    {}", recorded.trained.path.display())?;
+    writeln!(
+        out,
+        "samples  {}; {:.1} % of the answers' tokens are the target's top token",
+        report.samples,
+        100.0 * report.greedy_share
+    )?;
     for ChainReport { drafted, acceptance_length, acceptance_rate, counts } in &report.chains {
         let rates: Vec<String> = acceptance_rate.iter().map(|rate| format!("{rate:.3}")).collect();
         writeln!(

@@ -6,8 +6,12 @@ use std::path::PathBuf;
 use anyhow::Context;
 use trainer::checkpoint::{Checkpoint, Parts, RunDir};
 use trainer::draft::AttentionConfig;
-use trainer::export::{self, Engine, ExportDtype, ExportLayout, ExportOptions, ExportReport};
+use trainer::export::{
+    self, Engine, ExportDtype, ExportLayout, ExportOptions, ExportReport, Server,
+};
 use trainer::target::TargetHead;
+
+use super::at_least_one;
 
 /// Write config.json and model.safetensors for vLLM and SGLang, and load them back.
 #[derive(clap::Args)]
@@ -22,8 +26,8 @@ pub(crate) struct ExportArgs {
     /// Stored type of the weights.
     #[arg(long, value_enum, default_value = "bf16")]
     dtype: Dtype,
-    /// Engines that must read the layer ids correctly: current (vLLM, and SGLang since 2026-05-16,
-    /// whose rule depends on the target), vllm, or sglang-old.
+    /// Engines that must read the layer ids correctly: current (vLLM, and SGLang since 2026-05-16),
+    /// vllm, or sglang-old. Only these engines' launch lines are printed.
     #[arg(long, value_enum, default_value = "current")]
     engine: EngineName,
     /// Write the target's embeddings too, read from --dataset. Engines share the target's anyway.
@@ -33,11 +37,12 @@ pub(crate) struct ExportArgs {
     #[arg(long, value_name = "DATASET")]
     dataset: Option<PathBuf>,
     /// Drafted tokens a round, as the speculators format and the launch lines propose.
-    #[arg(long, default_value_t = 3, value_name = "N")]
+    #[arg(long, default_value_t = 3, value_name = "N", value_parser = at_least_one)]
     draft_tokens: usize,
-    /// Name of the target for the speculators format and the launch lines.
-    #[arg(long, default_value = "TARGET_MODEL", value_name = "NAME")]
-    target_name: String,
+    /// Name or directory of the target: for the launch lines, and for the speculators format, from
+    /// which vLLM takes the target.
+    #[arg(long, value_name = "NAME", required_if_eq("layout", "speculators"))]
+    target_name: Option<String>,
     /// Print the report as one JSON object.
     #[arg(long)]
     json: bool,
@@ -93,7 +98,7 @@ pub(crate) fn run(args: &ExportArgs, out: &mut dyn Write) -> anyhow::Result<bool
         },
         embeddings,
         draft_tokens: args.draft_tokens,
-        target_name: args.target_name.clone(),
+        target_name: target_name(args).to_owned(),
     };
     let report = export::export(&checkpoint, &args.out, &options)
         .with_context(|| format!("exporting {}", path.display()))?;
@@ -115,25 +120,30 @@ fn print(report: &ExportReport, args: &ExportArgs, out: &mut dyn Write) -> std::
     writeln!(out, "layer ids      {:?}, in eagle_config {:?}", ids.top_level, ids.nested)?;
     writeln!(out, "loads in       {}", report.loaders.join(", "))?;
     let difference = report.golden_difference;
-    writeln!(out, "golden step    differs by {difference:.1e} of the largest logit")?;
-    let (n, dir, target) = (args.draft_tokens, report.path.display(), &args.target_name);
-    match report.layout {
-        ExportLayout::Speculators => writeln!(out, "vllm serve {dir}"),
-        _ => {
-            writeln!(
-                out,
-                "vllm serve {target} --speculative-config \
-                    '{{\"method\":\"eagle3\",\"model\":\"{dir}\",\"num_speculative_tokens\":{n}}}'"
-            )?;
-            writeln!(
-                out,
-                "python -m sglang.launch_server --model-path {target} \
-                 --speculative-algorithm EAGLE3 \
-                 --speculative-draft-model-path {dir} --speculative-num-steps {n} \
-                 --speculative-eagle-topk 1 --speculative-num-draft-tokens {} \
-                 --speculative-draft-attention-backend fa3",
-                n + 1
-            )
-        }
+    writeln!(out, "golden steps   differ by {difference:.1e} of the largest logit")?;
+    report.servers.iter().try_for_each(|server| writeln!(out, "{}", launch(*server, report, args)))
+}
+
+fn target_name(args: &ExportArgs) -> &str {
+    args.target_name.as_deref().unwrap_or("TARGET_MODEL")
+}
+
+/// How a server is started with the draft.
+fn launch(server: Server, report: &ExportReport, args: &ExportArgs) -> String {
+    let (n, dir, target) = (args.draft_tokens, report.path.display(), target_name(args));
+    match (server, report.layout) {
+        (Server::Vllm, ExportLayout::Speculators) => format!("vllm serve {dir}"),
+        (Server::Vllm, _) => format!(
+            "vllm serve {target} --speculative-config \
+                '{{\"method\":\"eagle3\",\"model\":\"{dir}\",\"num_speculative_tokens\":{n}}}'"
+        ),
+        (Server::Sglang, _) => format!(
+            "python -m sglang.launch_server --model-path {target} \
+             --speculative-algorithm EAGLE3 \
+             --speculative-draft-model-path {dir} --speculative-num-steps {n} \
+             --speculative-eagle-topk 1 --speculative-num-draft-tokens {} \
+             --speculative-draft-attention-backend fa3",
+            n + 1
+        ),
     }
 }

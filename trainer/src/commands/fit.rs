@@ -3,6 +3,7 @@
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
+use anyhow::Context;
 use burn::backend::{Autodiff, Cuda, Flex};
 use extractor::shutdown::Shutdown;
 use trainer::checkpoint::RunDir;
@@ -76,11 +77,15 @@ fn end(stands: &Standstill) {
 /// before it meets the others; these only pass over them.
 fn newest(run: &Path, allow_older: bool) -> anyhow::Result<PathBuf> {
     let run = RunDir::new(run);
+    if Seat::from_env()?.is_some_and(|seat| seat.rank > 0) {
+        let found = if allow_older { run.newest_sound() } else { run.latest() };
+        return found.context(
+            "every process of a run reads its checkpoint: the run directory must be on a folder \
+             that all of them share",
+        );
+    }
     if !allow_older {
         return Ok(run.latest()?);
-    }
-    if Seat::from_env()?.is_some_and(|seat| seat.rank > 0) {
-        return Ok(run.newest_sound()?);
     }
     run.set_damaged_aside()?;
     Ok(run.latest()?)

@@ -17,7 +17,7 @@ use trainer::live::{
 };
 use trainer::trained::TrainedDraft;
 
-use super::Usage;
+use super::{Usage, at_least_one};
 
 /// Settings of live decoding.
 #[derive(clap::Args)]
@@ -26,30 +26,31 @@ pub(crate) struct LiveArgs {
     #[arg(long, requires = "model", requires = "prompts")]
     pub(crate) live: bool,
     /// Directory of the target model (with --live).
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", requires = "live")]
     model: Option<PathBuf>,
     /// JSONL file of prompts: `messages`, `conversations`, `turns`, or `input_ids` with
     /// `loss_mask` (with --live).
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", requires = "live")]
     prompts: Option<PathBuf>,
-    /// Most prompts to decode.
-    #[arg(long, default_value_t = usize::MAX, hide_default_value = true, value_name = "N")]
+    /// Most prompts to decode (with --live).
+    #[arg(long, requires = "live", default_value_t = usize::MAX, hide_default_value = true,
+        value_name = "N", value_parser = at_least_one)]
     limit: usize,
-    /// Most tokens of an answer.
-    #[arg(long, default_value_t = 128, value_name = "N")]
+    /// Most tokens of an answer (with --live).
+    #[arg(long, requires = "live", default_value_t = 128, value_name = "N",
+        value_parser = at_least_one)]
     max_new_tokens: usize,
-    /// Drafted tokens a round.
-    #[arg(long, default_value_t = 3, value_name = "N")]
+    /// Drafted tokens a round (with --live).
+    #[arg(long, requires = "live", default_value_t = 3, value_name = "N",
+        value_parser = at_least_one)]
     draft_tokens: usize,
-    /// Print the text of every answer.
-    #[arg(long)]
+    /// Print the text of every answer (with --live).
+    #[arg(long, requires = "live")]
     show: bool,
-    /// Ranks of tensor parallelism of the target.
-    #[arg(long, default_value_t = 1, value_name = "N")]
+    /// Ranks of tensor parallelism of the target (with --live).
+    #[arg(long, requires = "live", default_value_t = 1, value_name = "N",
+        value_parser = at_least_one)]
     tp: usize,
-    /// Where the target computes (with --live): in f32, for texts are compared token for token.
-    #[arg(long, value_enum, default_value_t = Device::Cpu, value_name = "DEVICE")]
-    device: Device,
 }
 
 #[derive(Serialize)]
@@ -83,7 +84,7 @@ struct Answer {
 pub(crate) fn run(
     args: &LiveArgs,
     trained: &TrainedDraft,
-    json: bool,
+    (device, json): (Device, bool),
     out: &mut dyn Write,
 ) -> anyhow::Result<bool> {
     let (Some(model), Some(path)) = (&args.model, &args.prompts) else {
@@ -99,7 +100,7 @@ pub(crate) fn run(
     }
     let mut target = target::open(&EngineOptions {
         tp: args.tp,
-        device: args.device,
+        device,
         compute: Compute::F32,
         ..EngineOptions::new(model)
     })?;

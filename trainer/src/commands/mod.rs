@@ -51,6 +51,12 @@ impl Usage {
     }
 }
 
+/// Parses a number above 0.
+pub(crate) fn at_least_one(text: &str) -> Result<usize, String> {
+    let count = text.parse().ok().filter(|&count| count > 0);
+    count.ok_or_else(|| "a whole number of at least 1 is expected".to_owned())
+}
+
 /// Exit code of the outermost error that knows one; 70 otherwise.
 pub(crate) fn exit_code(error: &anyhow::Error) -> u8 {
     error.chain().find_map(code).unwrap_or(70)

@@ -102,7 +102,7 @@ pub const KEYS: &[Key] = &[
         deviation)"),
     key("train", "accumulate", Number, "batches of an optimizer step, over all processes"),
     key("train", "ema", Number, "decay of a moving average of the weights, which is evaluated and \
-        exported then; 0 keeps none"),
+        exported then, at most (1 + n)/(10 + n) at step n; 0 keeps none"),
     key("train", "compute", Text, "f32, bf16, or auto: f32 on the CPU and bf16 on CUDA"),
     free(key("train", "activations", Text, "keep, recompute (gate and up of the MLP again in the \
         backward pass), or auto: by the memory of the device")),
@@ -113,6 +113,8 @@ pub const KEYS: &[Key] = &[
     free(key("checkpoint", "keep_last", Number, "newest checkpoints kept, beside the best")),
     free(key("checkpoint", "eval_every", Number, "optimizer steps between evaluations on \
         held-out samples")),
+    key("checkpoint", "eval_samples", Number, "held-out samples of an evaluation: the first so \
+        many by id"),
 ];
 
 /// The entry of `section.name`.

@@ -62,6 +62,15 @@ pub enum ExportError {
         /// Its rule.
         why: &'static str,
     },
+    /// A target whose ids SGLang reads in a way that is not known here.
+    #[error(
+        "how SGLang numbers the layers of `{architecture}` is not known here, and ids that it \
+            misreads cost almost all acceptance: --engine vllm writes ids for vLLM alone"
+    )]
+    UnknownTarget {
+        /// First of the target's `architectures`.
+        architecture: String,
+    },
     /// Ids that did not survive writing and reading.
     #[error("layer ids {written} should mean {meant} but read back as {read}")]
     LayerIds {
@@ -154,6 +163,7 @@ impl ExportError {
             Self::Exists { .. }
             | Self::Layout { .. }
             | Self::FirstLayer { .. }
+            | Self::UnknownTarget { .. }
             | Self::Unsupported { .. } => 78,
             Self::Io { .. } | Self::Durable(_) => 74,
             Self::LayerIds { .. } | Self::Golden { .. } => 70,

@@ -14,27 +14,47 @@ pub enum Engine {
     Current,
     /// vLLM only.
     Vllm,
-    /// SGLang before that, which adds one to every id whatever the target; vLLM versions that read
-    /// the nested ids would take each state one layer too early.
+    /// SGLang before that, which adds one to every id; vLLM versions that read the nested ids
+    /// would take each state one layer too early.
     SglangOld,
 }
 
-/// How SGLang's code of a target reads the nested ids (`set_eagle3_layers_to_capture`, 0.5.23).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Captures {
-    /// DeepSeek and Kimi: states that enter the layers, but outputs where the first id is 1.
-    Entering,
-    /// Llama, Qwen and all others: outputs.
+/// How SGLang reads the nested ids of a target: `set_eagle3_layers_to_capture` of its model
+/// classes, read in 0.5.23.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SglangRule {
+    /// DeepSeek's family: id k is the state that enters layer k, unless the first id is 1, which
+    /// makes them ids of outputs.
+    OutputsIfFirstIsOne,
+    /// Llama and Qwen: id k is the output of layer k.
     Outputs,
 }
 
-impl Captures {
-    /// The rule for a target with this `model_type`.
-    pub fn of(model_type: &str) -> Self {
-        match model_type.starts_with("deepseek") || model_type.starts_with("kimi") {
-            true => Self::Entering,
-            false => Self::Outputs,
+impl SglangRule {
+    /// The rule of the class that serves a target; `None` for those whose source was not read.
+    pub fn of(architecture: &str) -> Option<Self> {
+        match architecture {
+            "DeepseekV2ForCausalLM"
+            | "DeepseekV3ForCausalLM"
+            | "DeepseekV32ForCausalLM"
+            | "KimiK25ForConditionalGeneration" => Some(Self::OutputsIfFirstIsOne),
+            "LlamaForCausalLM"
+            | "MistralForCausalLM"
+            | "Qwen2ForCausalLM"
+            | "Qwen3ForCausalLM"
+            | "Qwen2MoeForCausalLM"
+            | "Qwen3MoeForCausalLM" => Some(Self::Outputs),
+            _ => None,
+        }
+    }
+
+    /// Layers that SGLang captures for a nested list; `None` when an id means the embeddings.
+    pub fn read(self, ids: &[u16]) -> Option<Vec<LayerIndex>> {
+        match (self, ids.first()) {
+            (Self::Outputs, _) | (_, Some(1)) => {
+                Some(ids.iter().map(|&id| LayerIndex(id)).collect())
+            }
+            _ => LayerIds::read_by_vllm(ids),
         }
     }
 }
@@ -42,18 +62,19 @@ impl Captures {
 /// Ids as written. `layer N` is the output of 0-based decoder layer N.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct LayerIds {
-    /// `eagle_aux_hidden_state_layer_ids`: id k is the state that enters layer k.
+    /// `eagle_aux_hidden_state_layer_ids`: id k is the state that enters layer k. What vLLM reads.
     pub top_level: Vec<u16>,
-    /// The same key inside `eagle_config`, which SGLang reads.
+    /// The same key inside `eagle_config`. What SGLang reads.
     pub nested: Vec<u16>,
 }
 
 impl LayerIds {
-    /// Ids for the aux states among the captured layers (the last is the teacher's).
+    /// Ids for the aux states among the captured layers (the last is the teacher's) of a target
+    /// whose config.json names `architecture`.
     pub fn of(
         layers: &[LayerIndex],
         num_aux: usize,
-        (engine, captures): (Engine, Captures),
+        (engine, architecture): (Engine, &str),
     ) -> Result<Self, ExportError> {
         if num_aux == 0 || layers.len() != num_aux + 1 {
             return Err(ExportError::NoLayerIds { found: layers.len(), num_aux });
@@ -64,17 +85,23 @@ impl LayerIds {
         let nested = match engine {
             Engine::SglangOld => outputs(),
             Engine::Vllm => entering.clone(),
-            Engine::Current if captures == Captures::Outputs => outputs(),
-            // This SGLang takes a list that starts with 1 for one of outputs.
-            Engine::Current if aux[0].0 == 0 => {
-                return Err(ExportError::FirstLayer {
-                    first: 0,
-                    engine: "SGLang",
-                    why: "its id would be 1, which SGLang reads as layer 1; use --engine vllm, \
-                          or capture another layer first",
-                });
-            }
-            Engine::Current => entering.clone(),
+            Engine::Current => match SglangRule::of(architecture) {
+                None => {
+                    let architecture = architecture.to_owned();
+                    return Err(ExportError::UnknownTarget { architecture });
+                }
+                Some(SglangRule::Outputs) => outputs(),
+                // This SGLang takes a list that starts with 1 for one of outputs.
+                Some(SglangRule::OutputsIfFirstIsOne) if aux[0].0 == 0 => {
+                    return Err(ExportError::FirstLayer {
+                        first: 0,
+                        engine: "SGLang",
+                        why: "its id would be 1, which SGLang reads as layer 1; use --engine \
+                              vllm, or capture another layer first",
+                    });
+                }
+                Some(SglangRule::OutputsIfFirstIsOne) => entering.clone(),
+            },
         };
         Ok(Self { top_level: entering, nested })
     }
@@ -83,67 +110,47 @@ impl LayerIds {
     pub fn read_by_vllm(ids: &[u16]) -> Option<Vec<LayerIndex>> {
         ids.iter().map(|id| id.checked_sub(1).map(LayerIndex)).collect()
     }
-
-    /// Layers that SGLang captures for the nested list, from 2026-05-16 on.
-    pub fn read_by_sglang(ids: &[u16], captures: Captures) -> Option<Vec<LayerIndex>> {
-        match (captures, ids.first()) {
-            (Captures::Entering, first) if first != Some(&1) => Self::read_by_vllm(ids),
-            _ => Some(ids.iter().map(|&id| LayerIndex(id)).collect()),
-        }
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    const KIMI: &str = "KimiK25ForConditionalGeneration";
+
     fn layers(ids: &[u16]) -> Vec<LayerIndex> {
         ids.iter().map(|&id| LayerIndex(id)).collect()
     }
 
-    /// The table of engine ids for both sets of layers of a 61-layer target, and for one of
-    /// SmolLM2, which SGLang runs by its Llama code.
+    /// The table of engine ids for both sets of layers of a 61-layer target.
     #[test]
     fn ids_are_those_of_the_table() {
-        use Captures::{Entering, Outputs};
-        for (captured, engine, captures, top, nested) in [
-            ([2, 30, 58, 60], Engine::Current, Entering, [3, 31, 59], [3, 31, 59]),
-            ([2, 30, 58, 60], Engine::Vllm, Entering, [3, 31, 59], [3, 31, 59]),
-            ([2, 30, 58, 60], Engine::SglangOld, Entering, [3, 31, 59], [2, 30, 58]),
-            ([1, 29, 57, 60], Engine::Current, Entering, [2, 30, 58], [2, 30, 58]),
-            ([1, 29, 57, 60], Engine::SglangOld, Entering, [2, 30, 58], [1, 29, 57]),
-            ([1, 14, 26, 29], Engine::Current, Outputs, [2, 15, 27], [1, 14, 26]),
-            ([0, 14, 26, 29], Engine::Current, Outputs, [1, 15, 27], [0, 14, 26]),
-            ([1, 14, 26, 29], Engine::Vllm, Outputs, [2, 15, 27], [2, 15, 27]),
+        for (captured, target, engine, top, nested) in [
+            ([2, 30, 58, 60], KIMI, Engine::Current, [3, 31, 59], [3, 31, 59]),
+            ([2, 30, 58, 60], KIMI, Engine::Vllm, [3, 31, 59], [3, 31, 59]),
+            ([2, 30, 58, 60], KIMI, Engine::SglangOld, [3, 31, 59], [2, 30, 58]),
+            ([1, 29, 57, 60], KIMI, Engine::Current, [2, 30, 58], [2, 30, 58]),
+            ([1, 29, 57, 60], KIMI, Engine::SglangOld, [2, 30, 58], [1, 29, 57]),
+            ([2, 30, 58, 60], "LlamaForCausalLM", Engine::Current, [3, 31, 59], [2, 30, 58]),
+            ([0, 2, 4, 60], "Qwen3ForCausalLM", Engine::Current, [1, 3, 5], [0, 2, 4]),
         ] {
-            let ids = LayerIds::of(&layers(&captured), 3, (engine, captures)).unwrap();
+            let ids = LayerIds::of(&layers(&captured), 3, (engine, target)).unwrap();
             assert_eq!((ids.top_level.as_slice(), ids.nested.as_slice()), (&top[..], &nested[..]));
             let meant = layers(&captured[..3]);
             assert_eq!(LayerIds::read_by_vllm(&ids.top_level).unwrap(), meant);
             if engine == Engine::Current {
-                assert_eq!(LayerIds::read_by_sglang(&ids.nested, captures).unwrap(), meant);
+                assert_eq!(SglangRule::of(target).unwrap().read(&ids.nested).unwrap(), meant);
             }
         }
-        // The one list that means the same to every SGLang.
-        for captures in [Entering, Outputs] {
-            let read = LayerIds::read_by_sglang(&[1, 29, 57], captures).unwrap();
-            assert_eq!(read, layers(&[1, 29, 57]));
+        // The one list that means the same to every SGLang and every target.
+        for rule in [SglangRule::Outputs, SglangRule::OutputsIfFirstIsOne] {
+            assert_eq!(rule.read(&[1, 29, 57]).unwrap(), layers(&[1, 29, 57]));
         }
     }
 
     #[test]
-    fn a_targets_model_type_says_which_rule_holds() {
-        for kimi in ["kimi_k2", "kimi_k25", "deepseek_v3"] {
-            assert_eq!(Captures::of(kimi), Captures::Entering, "{kimi}");
-        }
-        for dense in ["llama", "qwen2", "qwen3"] {
-            assert_eq!(Captures::of(dense), Captures::Outputs, "{dense}");
-        }
-    }
-
-    #[test]
-    fn missing_layers_and_an_ambiguous_first_layer_are_refused() {
-        let current = (Engine::Current, Captures::Entering);
+    fn what_sglang_might_misread_is_refused() {
+        let current = (Engine::Current, KIMI);
         assert!(matches!(
             LayerIds::of(&[], 3, current),
             Err(ExportError::NoLayerIds { found: 0, num_aux: 3 })
@@ -153,7 +160,10 @@ mod tests {
             LayerIds::of(&first, 3, current),
             Err(ExportError::FirstLayer { first: 0, .. })
         ));
-        let vllm = (Engine::Vllm, Captures::Entering);
-        assert_eq!(LayerIds::of(&first, 3, vllm).unwrap().top_level, [1, 3, 5]);
+        assert_eq!(LayerIds::of(&first, 3, (Engine::Vllm, KIMI)).unwrap().top_level, [1, 3, 5]);
+        // A target whose class adds one under a condition of its own.
+        let error = LayerIds::of(&first, 3, (Engine::Current, "GptOssForCausalLM")).unwrap_err();
+        assert!(error.to_string().contains("--engine vllm"), "{error}");
+        assert!(LayerIds::of(&first, 3, (Engine::Vllm, "GptOssForCausalLM")).is_ok());
     }
 }

@@ -22,6 +22,7 @@ pub(super) fn config(
         config.insert("head_dim".into(), head_dim.into());
     }
     config.insert("mlp_bias".into(), false.into());
-    put_rope(&mut config, checkpoint, true);
+    let draft = &checkpoint.state.draft;
+    put_rope(&mut config, (draft.rope_theta, draft.yarn), false);
     Ok(config)
 }

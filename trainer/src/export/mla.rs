@@ -4,7 +4,7 @@ use serde_json::{Map, Value};
 
 use super::{ExportError, LayerIds, common, put_rope};
 use crate::checkpoint::Checkpoint;
-use crate::draft::AttentionConfig;
+use crate::draft::{AttentionConfig, Yarn};
 use crate::target::TargetConfig;
 
 pub(super) fn config(
@@ -37,6 +37,21 @@ pub(super) fn config(
         }
     }
     // The engines' DeepSeek attention reads mscale and mscale_all_dim itself.
-    put_rope(&mut config, checkpoint, false);
+    let yarn = draft.yarn.unwrap_or_else(|| plain_rope(target));
+    put_rope(&mut config, (draft.rope_theta, Some(yarn)), true);
     Ok(config)
+}
+
+/// YaRN that changes nothing. vLLM's older MLA draft ignores `rope_theta` where there is no
+/// scaling, and takes any scaling for YaRN; this is the one form that all versions read as plain
+/// RoPE.
+fn plain_rope(target: &TargetConfig) -> Yarn {
+    Yarn {
+        factor: 1.0,
+        original_max_position_embeddings: target.size("max_position_embeddings").unwrap_or(1),
+        beta_fast: 32.0,
+        beta_slow: 1.0,
+        mscale: 1.0,
+        mscale_all_dim: 1.0,
+    }
 }

@@ -30,6 +30,8 @@ pub struct ExportedDraft {
     pub vocab: VocabMap,
     /// Layers whose outputs an engine will feed it.
     pub aux_layers: Vec<LayerIndex>,
+    /// Ids in `eagle_config`, where there are any.
+    pub(super) nested_ids: Option<Vec<u16>>,
 }
 
 impl ExportedDraft {
@@ -57,7 +59,8 @@ impl ExportedDraft {
             }
         };
         let aux_layers = config.aux_layers()?;
-        Ok(Self { draft, weights: loaders::by_parameter(&file), vocab, aux_layers })
+        let nested_ids = config.outer.get("eagle_config").and_then(|eagle| config.ids(eagle).ok());
+        Ok(Self { draft, weights: loaders::by_parameter(&file), vocab, aux_layers, nested_ids })
     }
 
     /// The draft with its parameters on a device.
@@ -81,7 +84,11 @@ pub(super) fn replay(
     loaders::replay(&file, &config.draft(&file)?, (layout, engine))
 }
 
-/// Logits `[rows, draft vocabulary]` of the first step over the golden rows of a checkpoint.
+/// Further steps that are compared: what is fed back shows from the second on.
+const GOLDEN_STEPS: usize = 3;
+
+/// Logits `[rows + 3, draft vocabulary]`: of the first step over the golden rows of a checkpoint,
+/// and of three more behind the last of them.
 pub fn golden_logits<B: DraftOps>(
     draft: Eagle3Draft<B>,
     golden: &TensorFile,
@@ -102,8 +109,12 @@ pub fn golden_logits<B: DraftOps>(
     let tokens: Vec<u32> = (0..rows as u32).collect();
     let size = draft.config().draft_vocab_size;
     let vocabulary = DraftVocabulary::first(size, size);
-    let mut decoder = DraftDecoder::new(draft, table, vocabulary, rows);
-    Ok(decoder.extend_with_logits(NewRows { aux: &aux, next_tokens: &tokens }))
+    let mut decoder = DraftDecoder::new(draft, table, vocabulary, rows + GOLDEN_STEPS);
+    let mut logits = decoder.extend_with_logits(NewRows { aux: &aux, next_tokens: &tokens });
+    // The same tokens for both drafts, whichever each would choose.
+    let behind: Vec<u32> = tokens.iter().copied().cycle().take(GOLDEN_STEPS).collect();
+    logits.extend(decoder.logits_behind(&behind));
+    Ok(logits)
 }
 
 /// Largest difference of golden logits between a checkpoint and an export, over the largest logit.

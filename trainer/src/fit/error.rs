@@ -68,6 +68,17 @@ pub enum FitError {
         /// Processes.
         size: usize,
     },
+    /// Processes that would continue from different checkpoints.
+    #[error(
+        "the first process continues from step {expected}, this one found step {found}: the run \
+            directory must be on a folder that all processes share"
+    )]
+    OtherStep {
+        /// Step of the first process.
+        expected: u64,
+        /// Step of this one.
+        found: u64,
+    },
     /// metrics.jsonl.
     #[error(transparent)]
     Log(#[from] RunLogError),
@@ -162,6 +173,7 @@ impl FitError {
             Self::Exchange(error) => error.exit_code(),
             Self::Log(_) => 74,
             Self::Accumulate { .. }
+            | Self::OtherStep { .. }
             | Self::RunExists { .. }
             | Self::OtherDataset { .. }
             | Self::OtherSamples { .. }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{DType, FloatDType, Tensor, TensorData};
+use extractor::shutdown::Shutdown;
 
 use super::FitError;
 use crate::acceptance::{Evaluation, EvaluationPlan, evaluate};
@@ -66,19 +67,18 @@ where
     B::InnerBackend: DraftOps,
 {
     /// Opens the data set and everything that follows from it and the settings.
-    pub fn open(
-        config: &FitConfig,
-        (device, dtype): (&B::Device, FloatDType),
-    ) -> Result<Self, FitError> {
+    pub fn open(config: &FitConfig, place: (&B::Device, FloatDType)) -> Result<Self, FitError> {
         let dataset = ManifestDataset::open(&config.data.dataset)?;
-        Self::over(dataset, config, 1, (device, dtype))
+        Self::over(dataset, config, (1, None), place)
     }
 
-    /// The same for one of `processes` processes, of a data set that is open already.
+    /// The same for one of `processes` processes, of a data set that is open already. Of a run that
+    /// continues on the same samples, whose tokens need not be counted again, the vocabulary is
+    /// `kept`.
     pub(super) fn over(
         dataset: ManifestDataset,
         config: &FitConfig,
-        processes: usize,
+        (processes, kept): (usize, Option<VocabMap>),
         (device, dtype): (&B::Device, FloatDType),
     ) -> Result<Self, FitError> {
         let dataset = Arc::new(dataset.with_verify(config.data.verify));
@@ -87,7 +87,10 @@ where
         let split = split(&dataset, config)?;
         let num_aux = dataset.spec().layers.len() - 1;
         let draft = head.config.draft_config(&config.draft, num_aux)?;
-        let vocab = build_vocab(&dataset, &split.train, &draft, (config, &head.config))?;
+        let vocab = match kept {
+            Some(vocab) => vocab,
+            None => build_vocab(&dataset, &split.train, &draft, (config, &head.config))?,
+        };
         tracing::info!(
             "{} samples to train on, {} held out; draft vocabulary {} of {} covers {:.2} % of \
                 the trained tokens",
@@ -101,6 +104,14 @@ where
         let plan = loader_plan(config, &split);
         let train = &config.train;
         let total_steps = plan.total_steps(&dataset, train.accumulate, train.max_steps);
+        if train.warmup_steps >= total_steps {
+            tracing::warn!(
+                "train.warmup_steps = {} of {total_steps} steps: the learning rate only rises, and \
+                    is {} in the mean; lower it to a few percent of the steps",
+                train.warmup_steps,
+                train.lr * (total_steps + 1) as f64 / (2 * train.warmup_steps) as f64
+            );
+        }
         let lengths = split.train.iter().map(|&at| dataset.samples()[at].tokens);
         let largest = largest_batch(lengths, config.data.max_tokens);
         let target = head.config.clone();
@@ -141,20 +152,25 @@ where
         Ok(Loader::start(self.dataset.clone(), plan, state, (reading, rooms)))
     }
 
-    /// Acceptance on the held-out samples; `None` when there are none.
+    /// Acceptance on the held-out samples, at most `checkpoint.eval_samples` of them; `None` when
+    /// there are none.
     pub fn evaluate(
         &self,
         draft: &Eagle3Draft<B::InnerBackend>,
-        watch: &Watch,
+        (watch, stop): (&Watch, Option<&Shutdown>),
     ) -> Result<Option<Evaluation>, FitError> {
-        if self.split.held_out.is_empty() {
+        let held_out = &self.split.held_out;
+        if held_out.is_empty() {
             return Ok(None);
         }
+        // Ordered by id, so that the samples stay the same ones whatever else is recorded.
+        let count = held_out.len().min(self.config.checkpoint.eval_samples);
         let what = EvaluationPlan {
-            indices: &self.split.held_out,
+            indices: &held_out[..count],
             max_tokens: self.config.data.max_tokens,
             options: &self.options,
             watch,
+            stop,
         };
         Ok(Some(evaluate(draft, &self.frozen_inner, &self.dataset, &what)?))
     }
@@ -275,7 +291,7 @@ fn build_vocab(
         return Ok(VocabMap::full(draft.vocab_size, &fingerprint));
     }
     let mut counts = TokenCounts::new(draft.vocab_size);
-    let reader = dataset.reader();
+    let reader = dataset.quick_reader();
     for &at in train {
         let sample = reader.read_tokens(at)?;
         counts.add(sample.input_ids(), sample.loss_mask())?;

@@ -10,7 +10,9 @@ use shared::SampleId;
 
 use super::{FitError, InputTimes, Session, Start};
 use crate::batch::TrainBatch;
-use crate::checkpoint::{Best, Checkpoint, CheckpointState, FIRST, Parts, RunDir, SECOND, TRAINED};
+use crate::checkpoint::{
+    Best, Checkpoint, CheckpointState, FIRST, Parts, RunDir, SECOND, TRAINED, exact_in_json,
+};
 use crate::collate::HostBatch;
 use crate::config::{FitConfig, LmHeadInit, MaskMode, NoiseKind};
 use crate::draft::Eagle3Draft;
@@ -162,7 +164,7 @@ where
             optimizer,
             step: state.step,
             loader: state.loader,
-            best: state.best,
+            best: run.existing(state.best),
             acceptance_length: state.acceptance_length,
             input: InputTimes::default(),
             shards,
@@ -290,6 +292,7 @@ where
 
     /// Notes the acceptance length of the present weights; true when they are the best so far.
     pub fn judge(&mut self, acceptance_length: f64) -> bool {
+        let acceptance_length = exact_in_json(acceptance_length);
         self.acceptance_length = Some(acceptance_length);
         let better = self.best.is_none_or(|best| acceptance_length > best.acceptance_length);
         if better {
@@ -341,7 +344,7 @@ where
                 layers: session.dataset.spec().layers.clone(),
                 target: session.target.raw().clone(),
                 vocab_digest: session.vocab.digest().to_owned(),
-                vocab_coverage: session.vocab.coverage(),
+                vocab_coverage: exact_in_json(session.vocab.coverage()),
                 dataset_fingerprint: session.dataset.fingerprint().to_string(),
                 samples: Some(session.dataset.sample_set()),
             },

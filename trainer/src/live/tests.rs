@@ -136,6 +136,9 @@ fn the_text_is_that_of_plain_decoding_and_every_token_is_counted() {
             assert_eq!(fast.counts.tokens as usize, limit - 1);
             accepted += fast.counts.accepted.iter().sum::<u64>();
             assert!(fast.counts.accepted.windows(2).all(|pair| pair[0] >= pair[1]));
+            // A round emits its accepted tokens and a bonus token, or ends the answer.
+            let emitted = fast.counts.accepted.iter().sum::<u64>() + fast.counts.rounds;
+            assert!((0..=1).contains(&(emitted - fast.counts.tokens)), "{:?}", fast.counts);
         }
     }
     assert!(accepted > 20, "too few accepted tokens to test anything: {accepted}");
@@ -180,17 +183,28 @@ fn a_stop_token_inside_an_accepted_chain_ends_the_answer() {
     }
 }
 
+/// A recorded answer that ends where the live one does gives the same rounds.
+#[test]
+fn nothing_is_drafted_beyond_the_limit() {
+    for seed in 0..6 {
+        let (mut target, mut decoder) = (Scripted::new(), decoder(seed));
+        let fast = speculate(&mut target, &mut decoder, &[1, 3], &options(2, &[])).unwrap();
+        assert_eq!((fast.counts.rounds, fast.counts.tokens), (1, 1));
+        assert_eq!(fast.counts.accepted.len(), 1, "one token was left to draft");
+    }
+}
+
 #[test]
 fn counts_of_hand_made_rounds() {
     let mut counts = LiveCounts::default();
     counts.round(3, 3, 4);
     counts.round(3, 0, 1);
     counts.round(3, 1, 2);
-    // The answer ended inside the chain: fewer tokens than accepted drafts and the bonus.
+    // The answer ended inside the chain: the second accepted token was never emitted.
     counts.round(3, 2, 1);
-    assert_eq!(counts.accepted, [3, 2, 1]);
+    assert_eq!(counts.accepted, [3, 1, 1]);
     assert_eq!(counts.acceptance_length(), 2.0);
-    assert_eq!(counts.acceptance_rate(), [0.75, 0.5, 0.25]);
+    assert_eq!(counts.acceptance_rate(), [0.75, 0.25, 0.25]);
     let mut sum = LiveCounts::default();
     sum.add(&counts);
     sum.add(&counts);

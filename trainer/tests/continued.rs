@@ -1,0 +1,112 @@
+//! What a run that continues is held against: settings, data set, samples, vocabulary.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::disallowed_methods)]
+
+mod support;
+
+use burn::backend::{Autodiff, Flex};
+use burn::tensor::FloatDType;
+use trainer::checkpoint::{Checkpoint, Parts, RunDir};
+use trainer::config::FitConfig;
+use trainer::dataset::ManifestDataset;
+use trainer::fit::{self, FitError, FitReport, Start};
+use trainer::vocab::VocabMap;
+use trainer::world::World;
+
+fn run(config: &FitConfig, start: Start) -> Result<FitReport, FitError> {
+    let place = (&Default::default(), FloatDType::F32);
+    fit::run::<Autodiff<Flex>>(config, (start, &World::alone()), place)
+}
+
+#[test]
+fn resuming_with_other_settings_or_data_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let (data, out) = (dir.path().join("data"), dir.path().join("run"));
+    support::dataset(&data, 20);
+    let mut config = support::config(&data, &out);
+    config.train.max_steps = 2;
+    run(&config, Start::Fresh).unwrap();
+    let mut other = config.clone();
+    other.train.lr = 0.5;
+    let error = run(&other, Start::Resume).unwrap_err();
+    let text = error.to_string();
+    assert!(text.contains("train.lr") && text.contains("0.5") && text.contains("0.005"), "{text}");
+    assert_eq!(error.exit_code(), 78);
+    // One that has grown, and one of another target.
+    let place = |name: &str| dir.path().join(name);
+    support::dataset(&place("grown"), 30);
+    support::dataset_of("another", &place("other"), 20);
+    let refused = |dataset: &str| {
+        let mut config = config.clone();
+        config.data.dataset = place(dataset);
+        // Nobody waits for shards to be read before the answer.
+        let _ = std::fs::remove_dir_all(place(dataset).join("shards"));
+        let error = run(&config, Start::Resume).unwrap_err();
+        assert_eq!(error.exit_code(), 78, "{error}");
+        error
+    };
+    let grown = refused("grown");
+    assert!(matches!(&grown, FitError::OtherSamples { .. }), "{grown}");
+    let text = grown.to_string();
+    assert!(text.contains("30 samples") && text.contains("20 samples"), "{text}");
+    let FitError::OtherDataset { stored, current } = refused("other") else { panic!() };
+    assert_ne!(stored, current);
+    std::fs::remove_dir_all(data.join("shards")).unwrap();
+    let error = run(&other, Start::Resume).unwrap_err();
+    assert!(error.to_string().contains("train.lr"), "{error}");
+    // Only the shards are missing for those who ask for nothing else.
+    assert!(matches!(run(&config, Start::Resume), Err(FitError::Dataset(_))));
+}
+
+/// Where the draft has the whole vocabulary, no count of tokens tells that samples were added.
+#[test]
+fn added_samples_are_found_with_a_full_vocabulary_too() {
+    let dir = tempfile::tempdir().unwrap();
+    support::dataset(&dir.path().join("data"), 20);
+    support::dataset(&dir.path().join("grown"), 30);
+    let mut config = support::config(&dir.path().join("data"), &dir.path().join("run"));
+    (config.draft.draft_vocab_size, config.train.max_steps) = (None, 2);
+    run(&config, Start::Fresh).unwrap();
+    config.data.dataset = dir.path().join("grown");
+    assert!(matches!(run(&config, Start::Resume), Err(FitError::OtherSamples { .. })));
+}
+
+#[test]
+fn a_continued_run_takes_the_vocabulary_of_its_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    let (data, out) = (dir.path().join("data"), dir.path().join("run"));
+    support::dataset(&data, 20);
+    let mut config = support::config(&data, &out);
+    config.train.max_steps = 1;
+    let checkpoint = run(&config, Start::Fresh).unwrap().checkpoint;
+    let mut kept = Checkpoint::load(&checkpoint, Parts::Everything).unwrap();
+    // Counting again would give another digest.
+    let (d2t, t2d) = (kept.vocab.d2t(), kept.vocab.t2d().to_vec());
+    kept.vocab = VocabMap::from_tensors(&d2t, &t2d, "marked".into(), 0.5).unwrap();
+    kept.state.vocab_digest = "marked".into();
+    let mut resume = |name: &str, kept: &Checkpoint| {
+        config.checkpoint.run_dir = dir.path().join(name);
+        kept.save(&RunDir::new(&config.checkpoint.run_dir)).unwrap();
+        run(&config, Start::Resume)
+    };
+    resume("kept", &kept).unwrap();
+    // One that is too old to name its samples has its tokens counted.
+    kept.state.samples = None;
+    assert!(matches!(resume("counted", &kept), Err(FitError::OtherVocab { .. })));
+}
+
+#[test]
+fn tokens_are_counted_without_a_look_at_the_states_beside_them() {
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("data");
+    support::dataset(&data, 20);
+    let dataset = ManifestDataset::open(&data).unwrap();
+    let shard = dataset.dir().shards().join(&dataset.samples()[0].shard_file);
+    let mut bytes = std::fs::read(&shard).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    std::fs::write(&shard, bytes).unwrap();
+    let quick = dataset.quick_reader();
+    assert!((0..20).all(|at| quick.read_tokens(at).is_ok()), "the byte is of a state");
+    let error = dataset.reader().read(0).unwrap_err();
+    assert!(error.to_string().contains("digest"), "{error}");
+}
