@@ -342,7 +342,8 @@ fn attacks_run_out_of_fuel_or_are_refused() {
     let deep = |end: &str| {
         format!(
             "{{% set n = namespace(l=[], m=[]) %}}{{% for i in range(3) %}}\
-             {{% for j in range(99999) %}}{{% set n.l = [n.l] %}}{{% endfor %}}{{% endfor %}}{{% set n.m = [n.l] %}}{end}"
+             {{% for j in range(99999) %}}{{% set n.l = [n.l] %}}{{% endfor %}}{{% endfor %}}\
+             {{% set n.m = [n.l] %}}{end}"
         )
     };
     for end in ["", "{{ n.l | string | length }}", "{{ n.m == n.l }}"] {
