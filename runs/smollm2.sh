@@ -132,7 +132,7 @@ if [ "${LIVE:-20}" -gt 0 ]; then
         "$bin/trainer" evaluate "$best" --live --model "$model" --device "$device" \
             --prompts "$work/$set.jsonl" --limit "${LIVE:-20}" --max-new-tokens 128 || failed=1
     done
-    [ -d "$work/export" ] || "$bin/trainer" export "$best" "$work/export" --engine vllm
+    [ -d "$work/export" ] || "$bin/trainer" export "$best" "$work/export"
 fi
 
 echo

@@ -303,8 +303,9 @@ fn a_process_that_lives_and_does_not_go_on_ends_the_run() {
         let process = process.stderr(stderr).spawn().unwrap();
         let place = Place { rank: 1, size: 2, local_rank: 1, master: ("127.0.0.1".into(), port) };
         let world = World::join(place, &config.to_toml(), |_| ()).unwrap();
-        // Both are there, and neither was asked to stop.
+        // Both are there, both begin at the same step, and neither was asked to stop.
         world.from_first(0.0).unwrap();
+        assert_eq!(world.from_first(7.0).unwrap(), 0.0);
         assert!(!world.any(false).unwrap());
         let output = process.wait_with_output().unwrap();
         world.finish();

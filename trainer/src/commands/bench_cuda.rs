@@ -271,7 +271,7 @@ pub(super) fn run(
     )?;
     let gb = |bytes: u64| bytes as f64 / 1e9;
     let value_bytes = DType::from(place.1).size() as u64;
-    let keeping = Keeping { value_bytes, average: false, processes: 1 };
+    let keeping = Keeping { value_bytes, average: false, processes: world.size() };
     let plan = MemoryPlan::new(&args.config(), [args.tokens, args.steps], keeping);
     let total = gb(plan.total(args.options().activations));
     writeln!(out, "memory plan      {total:10.2} GB: {plan}")?;
