@@ -205,15 +205,15 @@ fn exports_that_engines_would_misread_are_refused() {
     let current = ExportOptions { engine: Engine::Current, ..options(ExportLayout::Llama) };
     let error = export(&checkpoint, &out("a"), &current).unwrap_err();
     assert!(matches!(error, ExportError::FirstLayer { first: 0, .. }), "{error}");
-    let kimi = checkpoint.state.target["model_type"].take();
-    checkpoint.state.target["model_type"] = json!("llama");
+    let kimi = checkpoint.state.target["architectures"].take();
+    checkpoint.state.target["architectures"] = json!(["LlamaForCausalLM"]);
     export(&checkpoint, &out("dense"), &current).unwrap();
     let (config, _) = written(&out("dense"));
     // SGLang's Llama code adds one to each id of the nested list; vLLM reads the other.
     assert_eq!(config["eagle_aux_hidden_state_layer_ids"], json!([1, 2, 3]));
     assert_eq!(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"], json!([0, 1, 2]));
     std::fs::remove_dir_all(out("dense")).unwrap();
-    checkpoint.state.target["model_type"] = kimi;
+    checkpoint.state.target["architectures"] = kimi;
     let error = export(&checkpoint, &out("b"), &options(ExportLayout::Mla)).unwrap_err();
     assert!(matches!(error, ExportError::Layout { .. }), "{error}");
     checkpoint.state.layers.clear();
