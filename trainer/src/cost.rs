@@ -128,9 +128,11 @@ pub struct MemoryPlan {
     pub other: u64,
 }
 
-/// Entries of the loss's buffers, as `ops::cuda::distill` makes them: f32 logits of teacher and
-/// draft, and the rounded gradient of the latter.
-const LOSS_BYTES: u64 = 4 * (1 << 25) + 6 * (1 << 26);
+/// Bytes of the loss's buffers, as `ops::cuda::distill` makes them: f32 logits of teacher and
+/// draft, and the rounded gradient of the latter, of 1024 rows at least.
+fn loss_bytes(draft_vocab: usize) -> u64 {
+    4 * (1 << 25) + 6 * (1024 * draft_vocab as u64).max(1 << 26)
+}
 
 impl MemoryPlan {
     /// For batches of up to `tokens` tokens, all of them trained, and `steps` steps.
@@ -169,7 +171,7 @@ impl MemoryPlan {
             target: 2 * (config.vocab_size * width) as u64 * size,
             activations: rows * row as u64 * size,
             recomputed: rows * 2 * inner as u64 * size,
-            other: batch as u64 * size + LOSS_BYTES,
+            other: batch as u64 * size + loss_bytes(config.draft_vocab_size),
         }
     }
 

@@ -17,6 +17,9 @@ use crate::ops::{DistillRows, Distilled, TeacherHead};
 
 /// Entries of the teacher's or the draft's f32 logits that exist at a time.
 const LOGITS: usize = 1 << 26;
+/// Rows of the draft in a block at least: the head's gradient is rounded once for each block that is
+/// added to it, so that of a large vocabulary must not have many.
+const LEAST_ROWS: usize = 1024;
 
 /// Rows or columns of a block: what the limit allows, in whole tiles.
 fn block(limit: usize, all: usize) -> usize {
@@ -197,7 +200,7 @@ pub(super) fn distill(
     let room = Room::new([states_at_once, frozen.dims()[0], vocabulary], &device);
     let teacher = room
         .teacher(matrix(&frozen), (ids(&head.draft_to_target.device), head.draft_to_target.host()));
-    let row_block = block(LOGITS / vocabulary.max(1), count);
+    let row_block = block((LOGITS / vocabulary.max(1)).max(LEAST_ROWS), count);
     let logits = empty([row_block, vocabulary], (&device, DType::F32));
     let gradient = with_gradients.then(|| empty([row_block, vocabulary], (&device, dtype)));
     let outcomes = empty([count, 3], (&device, DType::F32));
