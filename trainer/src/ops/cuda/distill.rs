@@ -17,8 +17,8 @@ use crate::ops::{DistillRows, Distilled, TeacherHead};
 
 /// Entries of the teacher's or the draft's f32 logits that exist at a time.
 const LOGITS: usize = 1 << 26;
-/// Rows of the draft in a block at least: the head's gradient is rounded once for each block that is
-/// added to it, so that of a large vocabulary must not have many.
+/// Rows of the draft in a block at least: the head's gradient is rounded once for each block that
+/// is added to it, so that of a large vocabulary must not have many.
 const LEAST_ROWS: usize = 1024;
 
 /// Rows or columns of a block: what the limit allows, in whole tiles.
