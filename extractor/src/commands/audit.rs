@@ -56,12 +56,7 @@ pub(crate) fn run(args: &AuditArgs, out: &mut dyn Write) -> anyhow::Result<bool>
 }
 
 fn print(report: &AuditReport, out: &mut dyn Write) -> std::io::Result<()> {
-    let lines = report.conservation;
-    writeln!(
-        out,
-        "{} lines = {} committed + {} duplicate + {} rejected + {} pending",
-        lines.lines, lines.committed, lines.duplicate, lines.rejected, lines.pending
-    )?;
+    writeln!(out, "{}", report.conservation.in_words("lines"))?;
     writeln!(
         out,
         "{} shards, {} samples, {} tokens; {} samples read again, {} bytes hashed",

@@ -6,11 +6,9 @@ use std::path::PathBuf;
 use anyhow::bail;
 use extractor::config::{ConfigArgs, LayerChoice, Origin};
 use extractor::import::{self, ImportOptions};
-use extractor::pipeline::Outcome;
 use extractor::shutdown::Shutdown;
 
-use super::Usage;
-use crate::Stopped;
+use super::{Usage, run};
 
 /// Arguments of `extractor import`.
 #[derive(Debug, clap::Args)]
@@ -46,26 +44,7 @@ pub(crate) fn run(args: &ImportArgs, out: &mut dyn Write) -> anyhow::Result<bool
     }
     let options = ImportOptions { from: args.from.clone(), made_by: args.made_by.clone() };
     let report = import::run(&config, &options, &Shutdown::on_signals()?)?;
-    let (written, files) = (&report.written, &report.conservation);
-    if args.json {
-        serde_json::to_writer(&mut *out, &report)?;
-        writeln!(out)?;
-    } else {
-        writeln!(
-            out,
-            "{} samples, {} tokens in {} shards, {} bytes, {:.1} s",
-            written.samples, written.tokens, written.shards, written.bytes, report.seconds
-        )?;
-        writeln!(
-            out,
-            "{} files = {} committed + {} duplicate + {} rejected + {} pending",
-            files.lines, files.committed, files.duplicate, files.rejected, files.pending
-        )?;
-    }
-    match report.outcome {
-        Outcome::Completed => Ok(true),
-        Outcome::Stopped => Err(Stopped.into()),
-    }
+    run::finish(&report, "files", args.json, out)
 }
 
 /// vLLM's id k is the state that enters layer k, the output of layer k-1.

@@ -3,7 +3,7 @@
 use std::io::Write;
 
 use extractor::config::ConfigArgs;
-use extractor::pipeline::{self, Outcome};
+use extractor::pipeline::{self, Outcome, RunReport};
 use extractor::shutdown::Shutdown;
 
 use crate::Stopped;
@@ -22,9 +22,19 @@ pub(crate) struct RunArgs {
 pub(crate) fn run(args: &RunArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
     let config = args.config.resolve()?.config;
     let report = pipeline::run(&config, &Shutdown::on_signals()?)?;
-    let (written, lines) = (&report.written, &report.conservation);
-    if args.json {
-        serde_json::to_writer(&mut *out, &report)?;
+    finish(&report, "lines", args.json, out)
+}
+
+/// Prints what was done with the lines or files of the input; an error if it was stopped.
+pub(super) fn finish(
+    report: &RunReport,
+    unit: &str,
+    json: bool,
+    out: &mut dyn Write,
+) -> anyhow::Result<bool> {
+    let written = &report.written;
+    if json {
+        serde_json::to_writer(&mut *out, report)?;
         writeln!(out)?;
     } else {
         writeln!(
@@ -37,11 +47,7 @@ pub(crate) fn run(args: &RunArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
             report.seconds,
             report.tokens_per_second
         )?;
-        writeln!(
-            out,
-            "{} lines = {} committed + {} duplicate + {} rejected + {} pending",
-            lines.lines, lines.committed, lines.duplicate, lines.rejected, lines.pending
-        )?;
+        writeln!(out, "{}", report.conservation.in_words(unit))?;
     }
     match report.outcome {
         Outcome::Completed => Ok(true),

@@ -31,6 +31,15 @@ impl Conservation {
     pub fn holds(&self) -> bool {
         self.lines == self.committed + self.duplicate + self.rejected + self.pending
     }
+
+    /// The law with its numbers; `unit` is what was counted, lines or files.
+    pub fn in_words(&self, unit: &str) -> String {
+        let Self { lines, committed, duplicate, rejected, pending } = self;
+        format!(
+            "{lines} {unit} = {committed} committed + {duplicate} duplicate + {rejected} rejected \
+             + {pending} pending"
+        )
+    }
 }
 
 /// A committed sample.
