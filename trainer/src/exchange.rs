@@ -1,11 +1,13 @@
 //! Sums and parts of tensors across the processes of a run. The default carries them over TCP, as
 //! small values; a device overrides it. Knows no model.
 
+use std::cell::Cell;
 use std::fmt::Debug;
 
 use burn::backend::Flex;
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, FloatDType, Tensor, TensorData};
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::draft::Param;
@@ -34,22 +36,61 @@ impl ExchangeError {
     }
 }
 
+/// How gradients and parameters cross between GPUs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Way {
+    /// [`Way::Copies`] where every GPU can reach every other one, else [`Way::Nccl`].
+    #[default]
+    Auto,
+    /// By NCCL's kernels, over any network.
+    Nccl,
+    /// By copy engines, within a host.
+    Copies,
+}
+
+/// What will cross again and again.
+#[derive(Clone, Debug, Default)]
+pub struct Crossings {
+    /// How.
+    pub way: Way,
+    /// Bytes of each parameter that crosses in parts; 0 for others.
+    pub bytes: Vec<usize>,
+}
+
 /// Exchange of matrices without gaps, all processes in the same order.
 pub trait ExchangeOps: Backend {
     /// Connection of this process's device with those of the others.
     type Group: Clone + Debug + Send + Sync;
 
+    /// An exchange that was started.
+    type Started: Debug + Send;
+
     /// Connects; returns when all processes are there.
-    fn join(world: &World, device: &Self::Device) -> Result<Self::Group, ExchangeError>;
+    fn join(
+        world: &World,
+        device: &Self::Device,
+        crossings: &Crossings,
+    ) -> Result<Self::Group, ExchangeError>;
 
     /// The sum of `x [n, w]` over all processes.
     fn sum(group: &Self::Group, x: Tensor<Self, 2>) -> Result<Tensor<Self, 2>, ExchangeError>;
 
-    /// This process's rows of the sum of `x [processes * n, w]`.
-    fn sum_part(group: &Self::Group, x: Tensor<Self, 2>) -> Result<Tensor<Self, 2>, ExchangeError>;
-
     /// The rows `[n, w]` of all processes, by rank.
     fn gather(group: &Self::Group, x: Tensor<Self, 2>) -> Result<Tensor<Self, 2>, ExchangeError>;
+
+    /// Starts to make this process's rows of the sum of `x [processes * n, w]`, a gradient of the
+    /// parameter number `at`. Waits for nobody; goes on beside what the device is given later.
+    fn start_sum(group: &Self::Group, at: usize, x: Tensor<Self, 2>) -> Self::Started;
+
+    /// Starts [`Self::gather`] of the parameter number `at` in the same way.
+    fn start_gather(group: &Self::Group, at: usize, x: Tensor<Self, 2>) -> Self::Started;
+
+    /// What was started, `[n, w]` or `[processes * n, w]`. In the order of the starts.
+    fn finish(
+        group: &Self::Group,
+        started: Self::Started,
+    ) -> Result<Tensor<Self, 2>, ExchangeError>;
 }
 
 /// Row-major f32 values of every process's matrix.
@@ -67,10 +108,20 @@ fn everybodys<B: Backend>(world: &World, x: &Tensor<B, 2>) -> Result<Vec<Vec<f32
     Ok(lists)
 }
 
+/// What is left to do at the end, where nothing goes on beside.
+#[derive(Debug)]
+pub enum Later<B: Backend> {
+    /// This process's rows of a sum.
+    Sum(Tensor<B, 2>),
+    /// Everybody's rows.
+    Gather(Tensor<B, 2>),
+}
+
 impl ExchangeOps for Flex {
     type Group = World;
+    type Started = Later<Self>;
 
-    fn join(world: &World, _device: &Self::Device) -> Result<World, ExchangeError> {
+    fn join(world: &World, _: &Self::Device, _: &Crossings) -> Result<World, ExchangeError> {
         Ok(world.clone())
     }
 
@@ -82,15 +133,28 @@ impl ExchangeOps for Flex {
         Ok(Tensor::from_data(TensorData::new(sum, x.dims()), &x.device()))
     }
 
-    fn sum_part(world: &World, x: Tensor<Self, 2>) -> Result<Tensor<Self, 2>, ExchangeError> {
-        let rows = x.dims()[0] / world.size();
-        Ok(Self::sum(world, x)?.narrow(0, world.rank() * rows, rows))
-    }
-
     fn gather(world: &World, x: Tensor<Self, 2>) -> Result<Tensor<Self, 2>, ExchangeError> {
         let all = everybodys(world, &x)?.concat();
         let [rows, width] = x.dims();
         Ok(Tensor::from_data(TensorData::new(all, [world.size() * rows, width]), &x.device()))
+    }
+
+    fn start_sum(_: &World, _: usize, x: Tensor<Self, 2>) -> Later<Self> {
+        Later::Sum(x)
+    }
+
+    fn start_gather(_: &World, _: usize, x: Tensor<Self, 2>) -> Later<Self> {
+        Later::Gather(x)
+    }
+
+    fn finish(world: &World, started: Later<Self>) -> Result<Tensor<Self, 2>, ExchangeError> {
+        match started {
+            Later::Sum(x) => {
+                let rows = x.dims()[0] / world.size();
+                Ok(Self::sum(world, x)?.narrow(0, world.rank() * rows, rows))
+            }
+            Later::Gather(x) => Self::gather(world, x),
+        }
     }
 }
 
@@ -114,10 +178,25 @@ impl<B: ExchangeOps> Shards<B> {
         Self { world: World::alone(), group: None }
     }
 
-    /// Parts for the processes of `world`.
-    pub fn join(world: &World, device: &B::Device) -> Result<Self, ExchangeError> {
-        let group = if world.size() > 1 { Some(B::join(world, device)?) } else { None };
-        Ok(Self { world: world.clone(), group })
+    /// Parts for the processes of `world` of parameters of these shapes, whose matrices are of type
+    /// `dtype`.
+    pub fn join(
+        world: &World,
+        device: &B::Device,
+        (shapes, dtype, way): (&[(String, Vec<usize>)], FloatDType, Way),
+    ) -> Result<Self, ExchangeError> {
+        if world.size() == 1 {
+            return Ok(Self::alone());
+        }
+        let bytes = |(_, shape): &(String, Vec<usize>)| match own_rows(shape, world.size()) {
+            Some(_) if shape.len() == 2 => {
+                shape.iter().product::<usize>() * DType::from(dtype).size()
+            }
+            _ => 0,
+        };
+        let crossings = Crossings { way, bytes: shapes.iter().map(bytes).collect() };
+        let group = B::join(world, device, &crossings)?;
+        Ok(Self { world: world.clone(), group: Some(group) })
     }
 
     /// The processes.
@@ -128,6 +207,15 @@ impl<B: ExchangeOps> Shards<B> {
     /// Rows of this process's part of a parameter; `None` where it has all of them.
     fn rows(&self, shape: &[usize]) -> Option<usize> {
         own_rows(shape, self.world.size())
+    }
+
+    /// Shape of this process's part of a parameter.
+    pub fn part(&self, shape: &[usize]) -> Vec<usize> {
+        let mut part = shape.to_vec();
+        if let (Some(rows), Some(first)) = (self.rows(shape), part.first_mut()) {
+            *first = rows;
+        }
+        part
     }
 
     /// Whether sums over parts count this process's one.
@@ -157,20 +245,83 @@ impl<B: ExchangeOps> Shards<B> {
         }
     }
 
-    /// This process's part of the sum of a gradient over all processes.
-    pub fn sum(&self, gradient: Param<B>) -> Result<Param<B>, ExchangeError> {
-        let Some(group) = &self.group else { return Ok(gradient) };
-        match self.rows(&gradient.shape()) {
-            Some(_) => through(gradient, |x| B::sum_part(group, x)),
-            None => through(gradient, |x| B::sum(group, x)),
+    /// Whether gradients of this shape are exchanged beside the backward pass.
+    pub fn crosses(&self, shape: &[usize]) -> bool {
+        shape.len() == 2 && self.group.is_some() && self.rows(shape).is_some()
+    }
+
+    /// Starts to sum the gradient of the parameter number `at` over all processes.
+    pub fn start_sum(&self, at: usize, gradient: Param<B>) -> Crossing<B> {
+        match (&self.group, gradient) {
+            (Some(group), Param::Matrix(x)) if self.rows(&x.dims()).is_some() => {
+                Crossing::Started(B::start_sum(group, at, x))
+            }
+            (_, gradient) => Crossing::Waiting(gradient),
         }
     }
 
-    /// The whole parameter of a shape from everybody's parts.
+    /// This process's part of the sum.
+    pub fn finish_sum(&self, crossing: Crossing<B>) -> Result<Param<B>, ExchangeError> {
+        let Some(group) = &self.group else { return Ok(crossing.here()) };
+        match crossing {
+            Crossing::Started(started) => Ok(Param::Matrix(B::finish(group, started)?)),
+            Crossing::Waiting(gradient) | Crossing::Whole(gradient) => {
+                through(gradient, |x| B::sum(group, x)).map(|sum| self.own(sum))
+            }
+        }
+    }
+
+    /// Starts to make the whole parameter number `at`, of this shape, from everybody's parts.
+    pub fn start_whole(&self, at: usize, part: Param<B>, shape: &[usize]) -> Crossing<B> {
+        match (&self.group, part) {
+            (Some(group), Param::Matrix(x)) if self.rows(shape).is_some() => {
+                Crossing::Started(B::start_gather(group, at, x))
+            }
+            (_, part) => Crossing::Waiting(part),
+        }
+    }
+
+    /// The whole parameter.
+    pub fn finish_whole(
+        &self,
+        crossing: Crossing<B>,
+        shape: &[usize],
+    ) -> Result<Param<B>, ExchangeError> {
+        match (crossing, &self.group) {
+            (Crossing::Started(started), Some(group)) => {
+                Ok(Param::Matrix(B::finish(group, started)?))
+            }
+            (Crossing::Waiting(part), _) => self.whole(part, shape),
+            (crossing, _) => Ok(crossing.here()),
+        }
+    }
+
+    /// The whole parameter of a shape from everybody's parts, at once.
     pub fn whole(&self, part: Param<B>, shape: &[usize]) -> Result<Param<B>, ExchangeError> {
         match (&self.group, self.rows(shape)) {
             (Some(group), Some(_)) => through(part, |x| B::gather(group, x)),
             _ => Ok(part),
+        }
+    }
+}
+
+/// A parameter or gradient on its way between processes.
+#[derive(Debug)]
+pub enum Crossing<B: ExchangeOps> {
+    /// Crosses at the end: what is small, or not divided.
+    Waiting(Param<B>),
+    /// Crosses already.
+    Started(B::Started),
+    /// Has not changed, so that everybody has it.
+    Whole(Param<B>),
+}
+
+impl<B: ExchangeOps> Crossing<B> {
+    /// What has not been started.
+    fn here(self) -> Param<B> {
+        match self {
+            Self::Waiting(param) | Self::Whole(param) => param,
+            Self::Started(_) => unreachable!("only a group starts exchanges"),
         }
     }
 }
@@ -195,11 +346,15 @@ fn through<B: Backend>(
 /// difference of each exchange. All processes call it.
 pub fn compare<B: ExchangeOps>(
     world: &World,
-    (device, dtype): (&B::Device, FloatDType),
+    (device, dtype, way): (&B::Device, FloatDType, Way),
 ) -> Result<Vec<Difference>, ExchangeError> {
-    let group = B::join(world, device)?;
+    let sizes = [[1, 1], [3, 5], [7, 33], [64, 100], [2048, 512]];
     let (own, ranks) = (world.rank(), world.size());
-    let value = |rank: usize, at: usize| ((at * 7 + rank * 5) % 16) as f32;
+    let bytes = |[rows, width]: [usize; 2]| ranks * rows * width * DType::from(dtype).size();
+    let crossings = Crossings { way, bytes: sizes.map(bytes).to_vec() };
+    let group = B::join(world, device, &crossings)?;
+    let round = Cell::new(0);
+    let value = |rank: usize, at: usize| ((at * 7 + rank * 5 + round.get() * 3) % 16) as f32;
     let matrix = |shape: [usize; 2]| -> Tensor<B, 2> {
         let values: Vec<f32> = (0..shape[0] * shape[1]).map(|at| value(own, at)).collect();
         let data = TensorData::new(values, shape);
@@ -213,13 +368,21 @@ pub fn compare<B: ExchangeOps>(
         let differences = values.iter::<f32>().enumerate().map(|(at, x)| (x - want(at)).abs());
         list.push(Difference { name, value: f64::from(differences.fold(0.0, f32::max)) });
     };
-    for [rows, width] in [[1, 1], [3, 5], [7, 33], [64, 100], [2048, 512]] {
+    // Other values in each round: memory set aside for a parameter is used again.
+    for (number, (at, [rows, width])) in
+        (0..3).flat_map(|_| sizes.into_iter().enumerate()).enumerate()
+    {
+        round.set(number);
         let name = |what: &str| format!("{what} [{rows}, {width}] of {ranks}");
         note(name("sum"), B::sum(&group, matrix([rows, width]))?, &sum);
-        let part = B::sum_part(&group, matrix([ranks * rows, width]))?;
-        note(name("sum_part"), part, &|at| sum(own * rows * width + at));
         let all = B::gather(&group, matrix([rows, width]))?;
         note(name("gather"), all, &|at| value(at / (rows * width), at % (rows * width)));
+        let part = B::start_sum(&group, at, matrix([ranks * rows, width]));
+        let part = B::finish(&group, part)?;
+        note(name("started sum"), part, &|at| sum(own * rows * width + at));
+        let all = B::start_gather(&group, at, matrix([rows, width]));
+        let all = B::finish(&group, all)?;
+        note(name("started gather"), all, &|at| value(at / (rows * width), at % (rows * width)));
     }
     Ok(list)
 }

@@ -10,7 +10,6 @@ mod step;
 use std::path::PathBuf;
 
 use burn::tensor::FloatDType;
-use burn::tensor::backend::AutodiffBackend;
 use extractor::shutdown::Shutdown;
 use serde::Serialize;
 
@@ -24,7 +23,7 @@ use crate::config::FitConfig;
 use crate::dataset::ManifestDataset;
 use crate::exchange::ExchangeOps;
 use crate::input::InputOps;
-use crate::ops::DraftOps;
+use crate::ops::{DraftOps, HandOver};
 use crate::run_log::RunLog;
 use crate::vocab::VocabMap;
 use crate::watch::{Phase, Watch};
@@ -75,7 +74,7 @@ pub fn run<B>(
     place: (&B::Device, FloatDType),
 ) -> Result<FitReport, FitError>
 where
-    B: AutodiffBackend + DraftOps + InputOps,
+    B: HandOver + DraftOps + InputOps,
     B::InnerBackend: DraftOps + ExchangeOps,
 {
     run_until::<B>(config, start, place, (&Shutdown::default(), &Watch::default()))
@@ -90,7 +89,7 @@ pub fn run_until<B>(
     (stop, watch): (&Shutdown, &Watch),
 ) -> Result<FitReport, FitError>
 where
-    B: AutodiffBackend + DraftOps + InputOps,
+    B: HandOver + DraftOps + InputOps,
     B::InnerBackend: DraftOps + ExchangeOps,
 {
     config.validate()?;
@@ -204,7 +203,7 @@ fn evaluate_and_save<B>(
     (log, run, stop): (&mut Option<RunLog>, &RunDir, &Shutdown),
 ) -> Result<bool, FitError>
 where
-    B: AutodiffBackend + DraftOps + InputOps,
+    B: HandOver + DraftOps + InputOps,
     B::InnerBackend: DraftOps + ExchangeOps,
 {
     let (last, keep) = (state.step == session.total_steps, &session.config.checkpoint);
@@ -232,7 +231,7 @@ fn resume_evaluation<B>(
     (log, start, stop): (&mut Option<RunLog>, Start, &Shutdown),
 ) -> Result<(), FitError>
 where
-    B: AutodiffBackend + DraftOps + InputOps,
+    B: HandOver + DraftOps + InputOps,
     B::InnerBackend: DraftOps + ExchangeOps,
 {
     let due = state.step.is_multiple_of(session.config.checkpoint.eval_every);
@@ -250,7 +249,7 @@ fn evaluate<B>(
     (log, stop): (&mut Option<RunLog>, Option<&Shutdown>),
 ) -> Result<bool, FitError>
 where
-    B: AutodiffBackend + DraftOps + InputOps,
+    B: HandOver + DraftOps + InputOps,
     B::InnerBackend: DraftOps + ExchangeOps,
 {
     if session.split.held_out.is_empty() {
@@ -277,7 +276,7 @@ where
 /// Gathers a checkpoint from all processes; the first one writes it.
 fn save<B>(session: &Session<B>, state: &TrainState<B>, run: &RunDir) -> Result<(), FitError>
 where
-    B: AutodiffBackend + DraftOps + InputOps,
+    B: HandOver + DraftOps + InputOps,
     B::InnerBackend: DraftOps + ExchangeOps,
 {
     if let Some(checkpoint) = state.checkpoint(session)? {

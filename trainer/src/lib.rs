@@ -26,6 +26,7 @@ pub mod metrics;
 pub mod ops;
 pub mod optimizer;
 mod plan;
+pub mod reduction;
 pub mod run_log;
 pub mod schedule;
 pub mod target;

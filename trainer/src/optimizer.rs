@@ -6,14 +6,12 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::draft::{Eagle3Draft, Param};
-use crate::exchange::{ExchangeError, ExchangeOps, Shards};
+use crate::exchange::{Crossing, ExchangeError, ExchangeOps, Shards};
 use crate::ops::{AdamWState, AdamWStep, DraftOps};
+use crate::reduction::Summed;
 
 /// A gradient or a moment for every parameter, in the order of [`Eagle3Draft::parameters`].
 pub type Named<B> = Vec<(String, Param<B>)>;
-
-/// The same with `None` for what is frozen.
-type NamedTrained<B> = Vec<(String, Option<Param<B>>)>;
 
 /// Constants of the update.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -83,6 +81,12 @@ pub enum GradientError {
     /// Other processes, or the way to them.
     #[error(transparent)]
     Exchange(#[from] ExchangeError),
+    /// An operation that nobody had counted added to a gradient whose sum was on its way already.
+    #[error("the gradient of {name} grew after it had been exchanged: no update was made (a bug)")]
+    Late {
+        /// The parameter.
+        name: String,
+    },
     /// Gradients that are not those of the parameters.
     #[error("gradients and moments differ: {expected} expected, {found} found")]
     Mismatch {
@@ -99,7 +103,7 @@ impl GradientError {
         match self {
             Self::NotFinite { .. } => 65,
             Self::Exchange(error) => error.exit_code(),
-            Self::Mismatch { .. } => 70,
+            Self::Late { .. } | Self::Mismatch { .. } => 70,
         }
     }
 }
@@ -189,49 +193,78 @@ impl<B: DraftOps + ExchangeOps> AdamW<B> {
         self.average.as_ref().map(|kept| whole(&kept.values, draft, shards)).transpose()
     }
 
+    /// The parameter that stays as it is.
+    pub fn frozen(&self) -> Option<&'static str> {
+        self.frozen
+    }
+
     /// Updates taken so far.
     pub fn steps(&self) -> u64 {
         self.step
     }
 
-    /// Sums the gradients over all processes, clips them to the global norm, updates moments and
-    /// draft and returns the norm before clipping. In place where nobody else holds the memory.
-    /// Refuses gradients that are not finite, changing nothing.
+    /// Clips the summed gradients to the global norm, updates moments and draft and returns the norm
+    /// before clipping. In place where nobody else holds the memory. Refuses gradients that are not
+    /// finite, changing nothing.
     pub fn update(
         &mut self,
         draft: &mut Eagle3Draft<B>,
-        gradients: Named<B>,
+        gradients: Summed<B>,
         (rate, shards): (f64, &Shards<B>),
     ) -> Result<f64, GradientError> {
-        check_order(draft, &gradients)?;
+        check_order(draft, &gradients, shards)?;
         B::on_device(&draft.device(), || self.checked_update(draft, gradients, (rate, shards)))
     }
 
     fn checked_update(
         &mut self,
         draft: &mut Eagle3Draft<B>,
-        gradients: Named<B>,
+        gradients: Summed<B>,
         (rate, shards): (f64, &Shards<B>),
     ) -> Result<f64, GradientError> {
-        let shapes: Vec<Vec<usize>> = gradients.iter().map(|(_, g)| g.shape()).collect();
-        let gradients = self.sum(gradients, shards)?;
+        let shapes = draft.config().parameter_shapes();
         let norm = self.global_norm(&gradients, (&shapes, shards))?;
         let clip = self.config.clip;
         let scale = if clip > 0.0 && norm > clip { clip / norm } else { 1.0 };
         self.step += 1;
         let step = Step { config: self.config, rate, scale, count: self.step };
-        let device = draft.device();
+        let parts = self.update_parts(draft, gradients, (&step, shards));
+        // All parts are on their way before the first is waited for.
+        let mut whole = parts.into_iter().zip(&shapes);
+        let (mut failed, device) = (None, draft.device());
+        draft.replace_each(|_, _| {
+            let Some((part, (_, shape))) = whole.next() else {
+                unreachable!("every parameter was updated");
+            };
+            shards.finish_whole(part, shape).unwrap_or_else(|error| {
+                failed.get_or_insert(error);
+                Param::Vector(Tensor::empty([1], &device))
+            })
+        });
+        if let Some(error) = failed {
+            return Err(error.into());
+        }
+        self.follow(draft, shards);
+        Ok(norm)
+    }
+
+    /// Updates this process's parts and sends each to the others; leaves nothing in `draft`.
+    fn update_parts(
+        &mut self,
+        draft: &mut Eagle3Draft<B>,
+        gradients: Summed<B>,
+        (step, shards): (&Step, &Shards<B>),
+    ) -> Vec<Crossing<B>> {
         let (first, second) = (std::mem::take(&mut self.first), std::mem::take(&mut self.second));
         let mut masters = self.masters.take().map(Vec::into_iter);
         let mut kept = masters.is_some().then(Vec::new);
-        let mut state = gradients.into_iter().zip(first.into_iter().zip(second));
-        let (mut shapes, mut failed) = (shapes.into_iter(), None);
+        let mut state = gradients.into_iter().zip(first.into_iter().zip(second)).enumerate();
+        let (mut sent, nothing) = (Vec::new(), Tensor::empty([1], &draft.device()));
         draft.replace_each(|name, param| {
-            let (Some(((_, gradient), ((_, first), (_, second)))), Some(shape)) =
-                (state.next(), shapes.next())
-            else {
+            let Some((at, ((_, gradient), ((_, first), (_, second))))) = state.next() else {
                 unreachable!("check_order compared the parameters one by one");
             };
+            let (shape, trained) = (param.shape(), gradient.is_some());
             let master = masters.as_mut().and_then(Iterator::next).map(|(_, master)| master);
             let done = match gradient {
                 Some(gradient) => {
@@ -245,47 +278,25 @@ impl<B: DraftOps + ExchangeOps> AdamW<B> {
             if let (Some(kept), Some(master)) = (&mut kept, done.master) {
                 kept.push((name.to_owned(), master));
             }
-            if self.frozen == Some(name) {
-                return done.param;
-            }
-            shards.whole(done.param, &shape).unwrap_or_else(|error| {
-                failed.get_or_insert(error);
-                Param::Vector(Tensor::empty([1], &device))
-            })
+            sent.push(match trained {
+                true => shards.start_whole(at, done.param, &shape),
+                false => Crossing::Whole(done.param),
+            });
+            Param::Vector(nothing.clone())
         });
         self.masters = kept;
-        if let Some(error) = failed {
-            return Err(error.into());
-        }
-        self.follow(draft, shards);
-        Ok(norm)
-    }
-
-    /// This process's parts of the sums; `None` for what is frozen.
-    fn sum(
-        &self,
-        gradients: Named<B>,
-        shards: &Shards<B>,
-    ) -> Result<NamedTrained<B>, ExchangeError> {
-        let one = |(name, gradient): (String, Param<B>)| {
-            let sum = match self.frozen == Some(name.as_str()) {
-                true => None,
-                false => Some(shards.sum(gradient)?),
-            };
-            Ok((name, sum))
-        };
-        gradients.into_iter().map(one).collect()
+        sent
     }
 
     fn global_norm(
         &self,
-        gradients: &[(String, Option<Param<B>>)],
-        (shapes, shards): (&[Vec<usize>], &Shards<B>),
+        gradients: &Summed<B>,
+        (shapes, shards): (&[(String, Vec<usize>)], &Shards<B>),
     ) -> Result<f64, GradientError> {
         let trained: Vec<(&String, &Param<B>, &Vec<usize>)> = gradients
             .iter()
             .zip(shapes)
-            .filter_map(|((name, gradient), shape)| Some((name, gradient.as_ref()?, shape)))
+            .filter_map(|((name, gradient), (_, shape))| Some((name, gradient.as_ref()?, shape)))
             .collect();
         let values: Vec<Param<B>> = trained.iter().map(|(_, g, _)| (*g).clone()).collect();
         let mut squares = B::square_sums(&values);
@@ -322,14 +333,15 @@ impl<B: DraftOps + ExchangeOps> AdamW<B> {
                 draft.parameters().into_iter().map(own).collect()
             }
         };
-        let follow = |(old, new): ((String, Param<B>), (String, Param<B>))| {
+        let follow = |((name, old), (_, new)): ((String, Param<B>), (String, Param<B>))| {
             // An average of the same value would move by roundings.
-            if self.frozen == Some(old.0.as_str()) {
-                return vec![old];
-            }
-            add_scaled(Some(add_scaled(None, vec![old], share)), vec![new], 1.0 - share)
+            let average = match self.frozen == Some(name.as_str()) {
+                true => old,
+                false => scaled(old, share).plus(scaled(new, 1.0 - share)),
+            };
+            (name, average)
         };
-        let values = values.into_iter().zip(present).flat_map(follow).collect();
+        let values = values.into_iter().zip(present).map(follow).collect();
         self.average = Some(Average { decay, values });
     }
 }
@@ -352,40 +364,38 @@ fn whole<B: DraftOps + ExchangeOps>(
         .collect()
 }
 
-fn check_order<B: Backend>(
+/// Compares names, and the shapes of this process's parts.
+fn check_order<B: ExchangeOps>(
     draft: &Eagle3Draft<B>,
-    gradients: &Named<B>,
+    gradients: &Summed<B>,
+    shards: &Shards<B>,
 ) -> Result<(), GradientError> {
     let shapes = draft.config().parameter_shapes();
+    let nothing = || "nothing".to_owned();
     for at in 0..shapes.len().max(gradients.len()) {
-        let expected = shapes.get(at).map(|(name, shape)| format!("{name} {shape:?}"));
-        let found = gradients.get(at).map(|(name, param)| format!("{name} {:?}", param.shape()));
+        let part = |(name, shape): &(String, Vec<usize>)| (name.clone(), shards.part(shape));
+        let expected = shapes.get(at).map(part);
+        let found = match gradients.get(at) {
+            Some((name, Some(gradient))) => Some((name.clone(), gradient.shape())),
+            Some((name, None)) => expected.clone().map(|(_, shape)| (name.clone(), shape)),
+            None => None,
+        };
         if expected != found {
-            let nothing = || "nothing".to_owned();
-            return Err(GradientError::Mismatch {
-                expected: expected.unwrap_or_else(nothing),
-                found: found.unwrap_or_else(nothing),
-            });
+            let text = |pair: Option<(String, Vec<usize>)>| {
+                pair.map_or_else(nothing, |(name, shape)| format!("{name} {shape:?}"))
+            };
+            return Err(GradientError::Mismatch { expected: text(expected), found: text(found) });
         }
     }
     Ok(())
 }
 
-/// Sums two lists of gradients of the same draft, the second times `weight`.
-pub fn add_scaled<B: Backend>(total: Option<Named<B>>, more: Named<B>, weight: f64) -> Named<B> {
-    let scaled = |param: Param<B>| match param {
-        Param::Vector(g) => Param::Vector(g.mul_scalar(weight)),
-        Param::Matrix(g) => Param::Matrix(g.mul_scalar(weight)),
-    };
-    let Some(total) = total else {
-        return more.into_iter().map(|(name, g)| (name, scaled(g))).collect();
-    };
-    let sum = |a: Param<B>, b: Param<B>| match (a, scaled(b)) {
-        (Param::Vector(a), Param::Vector(b)) => Param::Vector(a + b),
-        (Param::Matrix(a), Param::Matrix(b)) => Param::Matrix(a + b),
-        (a, _) => a,
-    };
-    total.into_iter().zip(more).map(|((name, a), (_, b))| (name, sum(a, b))).collect()
+/// A parameter times a number.
+fn scaled<B: Backend>(param: Param<B>, factor: f64) -> Param<B> {
+    match param {
+        Param::Vector(x) => Param::Vector(x.mul_scalar(factor)),
+        Param::Matrix(x) => Param::Matrix(x.mul_scalar(factor)),
+    }
 }
 
 /// One update, the same for every parameter.

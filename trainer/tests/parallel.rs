@@ -15,7 +15,7 @@ use trainer::Param;
 use trainer::acceptance::EvaluateError;
 use trainer::checkpoint::{Checkpoint, Parts, RunDir};
 use trainer::config::FitConfig;
-use trainer::exchange::{self, Shards};
+use trainer::exchange::{self, Shards, Way};
 use trainer::fit::{self, FitError, FitReport, Session, Start, TrainState};
 use trainer::watch::Watch;
 use trainer::world::{Place, World, WorldError};
@@ -134,11 +134,11 @@ fn any_number_of_processes_trains_the_same_draft() {
 #[test]
 fn sums_and_copies_are_those_of_all_processes() {
     let lists = together(3, |world| {
-        let place = (&Default::default(), FloatDType::F32);
+        let place = (&Default::default(), FloatDType::F32, Way::Auto);
         exchange::compare::<Flex>(world, place).unwrap()
     });
     for list in lists {
-        assert_eq!(list.len(), 15);
+        assert_eq!(list.len(), 60);
         list.iter().for_each(|difference| assert_eq!(difference.value, 0.0, "{difference:?}"));
     }
 }
@@ -147,7 +147,8 @@ fn sums_and_copies_are_those_of_all_processes() {
 #[test]
 fn a_process_keeps_memory_for_its_own_rows_only() {
     together(3, |world| {
-        let shards = Shards::<Flex>::join(world, &Default::default()).unwrap();
+        let crossing: (&[_], _, _) = (&[], FloatDType::F32, Way::Auto);
+        let shards = Shards::<Flex>::join(world, &Default::default(), crossing).unwrap();
         for (rows, own) in [(6, 2 * world.rank()..2 * world.rank() + 2), (5, 0..5)] {
             let values: Vec<f32> = (0..2 * rows).map(|at| at as f32).collect();
             let whole = Param::from_vec(values.clone(), &[rows, 2], &Default::default());

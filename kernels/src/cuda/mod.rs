@@ -14,6 +14,7 @@ mod loader;
 mod memory;
 mod moe;
 mod nccl;
+mod peers;
 mod rows;
 mod shared_stream;
 mod stats;
@@ -38,6 +39,7 @@ pub use memory::{
 };
 pub use moe::{MAX_EXPERT_GROUPS, MAX_EXPERTS, Permutation, RouteRule, RoutingViews};
 pub use nccl::{Communicator, Message, NCCL_ID_BYTES, NcclId, Way};
+pub use peers::{PEER_HANDLE_BYTES, PeerMemory};
 pub use rows::{LatentHeads, RankParts, RopeView, RowNorm};
 pub use shared_stream::{PartTimer, SharedStream};
 pub use stats::StateStats;

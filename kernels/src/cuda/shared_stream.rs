@@ -7,13 +7,16 @@ use cudarc::driver::{CudaContext, CudaEvent, CudaStream, result, sys};
 
 use super::CudaError;
 
-/// A stream of our own in a context that somebody else uses too.
+/// A stream of our own in a context that somebody else uses too, and a second one for work beside
+/// it.
 #[derive(Debug)]
 pub struct SharedStream {
     context: Arc<CudaContext>,
     stream: Arc<CudaStream>,
+    beside: Arc<CudaStream>,
     before: CudaEvent,
     after: CudaEvent,
+    aside: CudaEvent,
 }
 
 fn wrong(operation: &'static str) -> impl FnOnce(result::DriverError) -> CudaError {
@@ -25,8 +28,15 @@ impl SharedStream {
     pub fn new(context: &Arc<CudaContext>) -> Result<Self, CudaError> {
         let flags = Some(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING);
         let event = || context.new_event(flags).map_err(wrong("create an event"));
-        let stream = context.new_stream().map_err(wrong("create a stream"))?;
-        Ok(Self { context: context.clone(), stream, before: event()?, after: event()? })
+        let stream = || context.new_stream().map_err(wrong("create a stream"));
+        Ok(Self {
+            context: context.clone(),
+            stream: stream()?,
+            beside: stream()?,
+            before: event()?,
+            after: event()?,
+            aside: event()?,
+        })
     }
 
     /// The stream.
@@ -41,6 +51,20 @@ impl SharedStream {
         unsafe { sys::cuCtxRecordEvent(self.context.cu_ctx(), self.before.cu_event()).result() }
             .map_err(wrong("record an event of the context (needs a driver for CUDA 12.5)"))?;
         self.stream.wait(&self.before).map_err(wrong("wait for the context"))
+    }
+
+    /// The second stream. What it is given between [`Self::begin`] and [`Self::end`] runs after what
+    /// was there at the beginning, beside what the first is given meanwhile; the next beginning
+    /// waits for both.
+    pub fn beside(&self) -> Result<&CudaStream, CudaError> {
+        self.beside.wait(&self.before).map_err(wrong("wait for the context"))?;
+        Ok(&self.beside)
+    }
+
+    /// What the first stream is given from here on runs after everything the second was given.
+    pub fn join(&self) -> Result<(), CudaError> {
+        self.aside.record(&self.beside).map_err(wrong("record an event"))?;
+        self.stream.wait(&self.aside).map_err(wrong("wait for the second stream"))
     }
 
     /// What the context is given from here on runs after everything this stream was given before.

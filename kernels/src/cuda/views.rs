@@ -69,6 +69,11 @@ impl DeviceMatrix {
         [self.rows, self.cols]
     }
 
+    /// Bytes of the values, without gaps.
+    pub fn bytes(&self) -> usize {
+        self.rows * self.cols * self.dtype.size()
+    }
+
     /// Whether sixteen bytes at a time, eight values at a time, can be read everywhere.
     pub(super) fn in_vectors(&self) -> bool {
         self.address.is_multiple_of(16)

@@ -10,6 +10,7 @@ use kernels::gemm::{Threads, peak};
 use trainer::config::Compute;
 use trainer::cost::{ProductCost, products};
 use trainer::draft::AttentionConfig;
+use trainer::exchange::Way;
 use trainer::masks::{RowPlan, row_masks};
 use trainer::ops::Activations;
 use trainer::{
@@ -18,7 +19,7 @@ use trainer::{
 };
 
 use super::Usage;
-use super::device::{DeviceArgs, Place, parse_compute};
+use super::device::{DeviceArgs, Place, parse_compute, parse_way};
 
 type B = Autodiff<Flex>;
 
@@ -71,6 +72,10 @@ pub(crate) struct BenchArgs {
     /// Time each product alone too (CUDA).
     #[arg(long)]
     pub(super) shapes: bool,
+    /// How gradients and parameters cross between the GPUs of several processes: copies (by copy
+    /// engines, within a host), nccl, or auto: copies where they can.
+    #[arg(long, default_value = "auto", value_parser = parse_way)]
+    pub(super) exchange: Way,
     /// Make gate and up of the MLP again in the backward pass.
     #[arg(long)]
     pub(super) recompute: bool,

@@ -2,6 +2,7 @@
 //! the floor that the products alone would take.
 
 use std::io::Write;
+use std::sync::Arc;
 use std::time::Instant;
 
 use burn::backend::cuda::CudaDevice;
@@ -15,6 +16,7 @@ use trainer::draft::ParamShapeError;
 use trainer::exchange::Shards;
 use trainer::ops::DraftGradients;
 use trainer::optimizer::{AdamW, AdamWConfig};
+use trainer::reduction::Reduction;
 use trainer::world::World;
 use trainer::{
     DraftOps, DraftVocabulary, Eagle3Draft, FrozenTarget, Param, TargetWeights, TrainBatch,
@@ -86,7 +88,8 @@ impl Setting {
                     Ok(param(shape))
                 })
             })?;
-        let shards = Shards::join(world, device)?;
+        let crossing = (&*args.config().parameter_shapes(), place.1, args.exchange);
+        let shards = Shards::join(world, device, crossing)?;
         let optimizer = AdamW::new(ADAMW, &draft, &shards);
         let (optimizer, draft) = optimizer.with_working_copy(draft, (place.1, &shards));
         let matrix = |shape, spread| Tensor::<B, 2>::from_inner(random(shape, spread, place));
@@ -117,12 +120,15 @@ impl Setting {
     /// A whole optimizer step, as `trainer fit` takes it; gives the loss.
     fn step(&mut self, device: &CudaDevice) -> anyhow::Result<f64> {
         let tracked = Eagle3Draft::<B>::tracked(&self.draft);
+        let reduction = Arc::new(Reduction::new(&self.draft, &self.shards, None));
+        let counting = reduction.follow(&tracked);
         let mut output = ttt_step(&tracked, &self.target, &self.batch, &self.options)?;
         let mut gradients = output.backward();
         output.fetch();
-        let gradients = tracked.gradients(&mut gradients);
+        reduction.add(tracked.received(&mut gradients));
         let loss = output.metrics().loss(self.options.step_decay);
-        drop((output, tracked));
+        drop((output, tracked, counting));
+        let gradients = Cuda::on_device(device, || reduction.finish(&self.draft))?;
         self.optimizer.update(&mut self.draft, gradients, (1e-4, &self.shards))?;
         match <Cuda as DraftOps>::fault(device) {
             Some(fault) => Err(fault.into()),
@@ -250,6 +256,7 @@ pub(super) fn run(
         ("loss", Part::Loss),
         ("optimizer", Part::Optimizer),
         ("rows", Part::Rows),
+        ("exchange", Part::Exchange),
     ] {
         writeln!(out, "  {name:<15}{:10.1} ms", part(which))?;
     }

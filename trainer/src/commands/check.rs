@@ -9,11 +9,11 @@ use burn::backend::{Autodiff, Cuda, Flex};
 use burn::tensor::FloatDType;
 use trainer::config::Compute;
 use trainer::cosines;
-use trainer::exchange;
+use trainer::exchange::{self, Way};
 use trainer::golden::{Difference, GoldenCase};
 use trainer::gradcheck;
 
-use super::device::{DeviceArgs, Place, parse_compute};
+use super::device::{DeviceArgs, Place, parse_compute, parse_way};
 
 /// Compare loss, metrics and gradients of a training step with golden files.
 #[derive(clap::Args)]
@@ -29,9 +29,11 @@ pub(crate) struct CheckArgs {
     /// parameters.
     #[arg(long)]
     cosines: bool,
-    /// Compare sums and copies across the processes of torchrun's environment with the right ones.
-    #[arg(long)]
-    exchange: bool,
+    /// Compare sums and copies across the processes of torchrun's environment with the right ones:
+    /// by nccl, by copies, or auto.
+    #[arg(long, num_args = 0..=1, default_missing_value = "auto", value_parser = parse_way,
+          value_name = "WAY")]
+    exchange: Option<Way>,
     /// Compute every row at every step instead of those the loss can see.
     #[arg(long)]
     dense: bool,
@@ -48,8 +50,8 @@ pub(crate) struct CheckArgs {
 
 /// Prints a line for each compared value; false when one is above the tolerance.
 pub(crate) fn run(args: &CheckArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
-    if args.exchange {
-        return exchange(args, out);
+    if let Some(way) = args.exchange {
+        return exchange(args, way, out);
     }
     let (place, dtype) = args.device.open(args.compute)?;
     let exact = dtype == FloatDType::F32;
@@ -85,11 +87,11 @@ pub(crate) fn run(args: &CheckArgs, out: &mut dyn Write) -> anyhow::Result<bool>
     Ok(passed)
 }
 
-fn exchange(args: &CheckArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
+fn exchange(args: &CheckArgs, way: Way, out: &mut dyn Write) -> anyhow::Result<bool> {
     let (place, dtype, world) = args.device.open_in_world(args.compute, "check")?;
     let list = match &place {
-        Place::Cpu => exchange::compare::<Flex>(&world, (&Default::default(), dtype)),
-        Place::Cuda(device) => exchange::compare::<Cuda>(&world, (device, dtype)),
+        Place::Cpu => exchange::compare::<Flex>(&world, (&Default::default(), dtype, way)),
+        Place::Cuda(device) => exchange::compare::<Cuda>(&world, (device, dtype, way)),
     };
     let list = list?;
     world.finish();

@@ -4,6 +4,7 @@ use burn::backend::cuda::CudaDevice;
 use burn::tensor::FloatDType;
 use extractor::target::Device as EngineDevice;
 use trainer::config::{Compute, ConfigError};
+use trainer::exchange::Way;
 use trainer::ops::DeviceFault;
 use trainer::world::{Place as Seat, World, WorldError};
 
@@ -105,6 +106,16 @@ impl DeviceArgs {
                 Ok((Place::Cuda(device), dtype))
             }
         }
+    }
+}
+
+/// Parses `--exchange`.
+pub(crate) fn parse_way(text: &str) -> Result<Way, String> {
+    match text {
+        "auto" => Ok(Way::Auto),
+        "nccl" => Ok(Way::Nccl),
+        "copies" => Ok(Way::Copies),
+        _ => Err("expected auto, nccl or copies".to_owned()),
     }
 }
 

@@ -69,6 +69,15 @@ impl<B: Backend> Param<B> {
         }
     }
 
+    /// The sum with another one of the same shape.
+    pub fn plus(self, other: Self) -> Self {
+        match (self, other) {
+            (Self::Vector(a), Self::Vector(b)) => Self::Vector(a + b),
+            (Self::Matrix(a), Self::Matrix(b)) => Self::Matrix(a + b),
+            _ => unreachable!("a vector and a matrix have no shape in common"),
+        }
+    }
+
     /// Zeros of the same shape on the same device.
     pub fn zeros_like(&self) -> Self {
         match self {
@@ -207,14 +216,22 @@ impl<B: AutodiffBackend> Eagle3Draft<B> {
     /// Takes each parameter's gradient out of `gradients`, in the order of
     /// [`Self::parameters`]; what received none is zero.
     pub fn gradients(&self, gradients: &mut B::Gradients) -> Vec<(String, Param<B::InnerBackend>)> {
-        let mut take = |param: Param<B>| match param {
-            Param::Vector(tensor) => Param::Vector(
-                tensor.grad_remove(gradients).unwrap_or_else(|| tensor.inner().zeros_like()),
-            ),
-            Param::Matrix(tensor) => Param::Matrix(
-                tensor.grad_remove(gradients).unwrap_or_else(|| tensor.inner().zeros_like()),
-            ),
+        let parameters = self.parameters().into_iter();
+        let zeros = |param: Param<B>| match param {
+            Param::Vector(tensor) => Param::Vector(tensor.inner().zeros_like()),
+            Param::Matrix(tensor) => Param::Matrix(tensor.inner().zeros_like()),
         };
-        self.parameters().into_iter().map(|(name, param)| (name, take(param))).collect()
+        let received = self.received(gradients).into_iter();
+        let all = parameters.zip(received);
+        all.map(|((name, param), got)| (name, got.unwrap_or_else(|| zeros(param)))).collect()
+    }
+
+    /// The same, `None` for what received none.
+    pub fn received(&self, gradients: &mut B::Gradients) -> Vec<Option<Param<B::InnerBackend>>> {
+        let mut take = |param: Param<B>| match param {
+            Param::Vector(tensor) => tensor.grad_remove(gradients).map(Param::Vector),
+            Param::Matrix(tensor) => tensor.grad_remove(gradients).map(Param::Matrix),
+        };
+        self.parameters().into_iter().map(|(_, param)| take(param)).collect()
     }
 }

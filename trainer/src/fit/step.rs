@@ -1,7 +1,7 @@
 //! What changes during a run, one optimizer step at a time. Knows no files but through
 //! checkpoints.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use burn::tensor::backend::{AutodiffBackend, Backend};
@@ -20,8 +20,9 @@ use crate::exchange::{ExchangeOps, Shards};
 use crate::input::{InputOps, RoomOf};
 use crate::loader::{Loader, LoaderState};
 use crate::metrics::TttMetrics;
-use crate::ops::DraftOps;
-use crate::optimizer::{AdamW, AdamWConfig, Kept, Named, add_scaled};
+use crate::ops::{DraftOps, HandOver};
+use crate::optimizer::{AdamW, AdamWConfig, Kept, Named};
+use crate::reduction::Reduction;
 use crate::run_log::{Record, put_depths};
 use crate::schedule::Schedule;
 use crate::tensors::{HostTensor, TensorFile};
@@ -100,7 +101,7 @@ impl StepOutcome {
 
 impl<B> TrainState<B>
 where
-    B: AutodiffBackend + DraftOps + InputOps,
+    B: HandOver + DraftOps + InputOps,
     B::InnerBackend: DraftOps + ExchangeOps,
 {
     /// Fresh weights, or those of the newest checkpoint.
@@ -109,7 +110,8 @@ where
         run: &RunDir,
         (start, world): (Start, &World),
     ) -> Result<Self, FitError> {
-        let shards = Shards::join(world, &session.device)?;
+        let (shapes, way) = (session.draft.parameter_shapes(), session.config.train.exchange);
+        let shards = Shards::join(world, &session.device, (&shapes, session.dtype, way))?;
         match start {
             Start::Fresh => Self::fresh(session, shards),
             Start::Resume => Self::resume(session, run, shards),
@@ -205,35 +207,39 @@ where
         let world = self.shards.world().clone();
         let divisors = group_divisors(session, &group, &world)?;
         let options = TttOptions { divisors: Some(divisors.clone()), ..session.options.clone() };
-        let Passed { gradients, mut metrics, tokens } = self.passes(session, group, &options)?;
+        let (gradients, mut metrics, tokens) = self.passes(session, group, &options)?;
         let mut sums = metrics.sums();
         sums.push(tokens as f64);
         world.sum(&mut sums)?;
         metrics.set_sums(&sums);
         metrics.step_divisor = divisors;
-        let (rate, grad_norm) = self.update(session, gradients)?;
+        let (rate, grad_norm) = self.update(session, &gradients)?;
         let loss = metrics.loss(options.step_decay);
         let tokens = sums.last().map_or(0, |&tokens| tokens as u64);
         Ok(StepOutcome { loss, metrics, grad_norm, rate, tokens })
     }
 
-    /// Forward and backward over the batches.
+    /// Forward and backward over the batches: their gradients, sums for metrics, tokens.
     fn passes(
         &self,
         session: &Session<B>,
         group: Vec<HostBatch<RoomOf<B>>>,
         options: &TttOptions,
-    ) -> Result<Passed<B::InnerBackend>, FitError> {
+    ) -> Result<(Arc<Reduction<B::InnerBackend>>, TttMetrics, u64), FitError> {
         let _alone = GRAPH.lock().unwrap_or_else(PoisonError::into_inner);
-        let metrics = TttMetrics::zeros(options.steps);
-        let mut passed = Passed { gradients: None, metrics, tokens: 0 };
+        let frozen = self.optimizer.frozen();
+        let reduction = Arc::new(Reduction::new(&self.draft, &self.shards, frozen));
+        let (mut metrics, mut tokens) = (TttMetrics::zeros(options.steps), 0);
+        let mut after = group.len();
         for host in group {
-            passed.tokens += host.tokens.rows() as u64;
+            after -= 1;
+            tokens += host.tokens.rows() as u64;
             let samples = host.samples.clone();
             let [aux, last_hidden] = B::unpack(host.states, (&session.device, session.dtype));
             let aux = noisy::<B>(aux, &session.config, (self.step, &samples));
             let batch = TrainBatch::new(host.tokens, aux, last_hidden)?;
             let tracked = Eagle3Draft::<B>::tracked(&self.draft);
+            let _counting = if after == 0 { reduction.follow(&tracked) } else { None };
             let mut output = ttt_step(&tracked, &session.frozen, &batch, options)?;
             // The backward pass goes to the device before the host waits for the loss.
             let mut back = output.backward();
@@ -246,23 +252,17 @@ where
                 let samples = samples.join(", ");
                 return Err(FitError::LossNotFinite { step: self.step, loss, samples });
             }
-            if sums.step_rows.iter().any(|&rows| rows > 0) {
-                let more = tracked.gradients(&mut back);
-                passed.gradients = Some(match passed.gradients {
-                    None => more,
-                    total => add_scaled(total, more, 1.0),
-                });
-            }
-            passed.metrics.add(&sums);
+            reduction.add(tracked.received(&mut back));
+            metrics.add(&sums);
             self.watch.goes_on();
         }
-        Ok(passed)
+        Ok((reduction, metrics, tokens))
     }
 
     fn update(
         &mut self,
         session: &Session<B>,
-        gradients: Option<Named<B::InnerBackend>>,
+        gradients: &Reduction<B::InnerBackend>,
     ) -> Result<(f64, f64), FitError> {
         let train = &session.config.train;
         let schedule = Schedule {
@@ -274,13 +274,8 @@ where
             milestones: (train.lr_milestones.clone(), train.lr_factor),
         };
         let rate = schedule.rate(self.step);
-        // A group without a trained row still counts as a step, or the schedule would not end.
-        let zeros = |(name, param): (String, crate::draft::Param<B::InnerBackend>)| {
-            (name, param.zeros_like())
-        };
-        let gradients =
-            gradients.unwrap_or_else(|| self.draft.parameters().into_iter().map(zeros).collect());
         let step = (rate, &self.shards);
+        let gradients = B::on_device(&session.device, || gradients.finish(&self.draft))?;
         let norm = self.optimizer.update(&mut self.draft, gradients, step)?;
         if let Some(fault) = B::InnerBackend::fault(&session.device) {
             return Err(TttError::from(fault).into());
@@ -394,13 +389,6 @@ fn noisy<B: Backend>(
     let noise = Tensor::<B, 2>::random(aux.dims(), distribution, (&device, DType::F32));
     let dtype = FloatDType::from(aux.dtype());
     aux + noise.cast(dtype)
-}
-
-/// What the passes over a group of batches gave.
-struct Passed<B: Backend> {
-    gradients: Option<Named<B>>,
-    metrics: TttMetrics,
-    tokens: u64,
 }
 
 /// The optimizer's part of this process, and the draft to compute with.

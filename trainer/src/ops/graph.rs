@@ -6,24 +6,20 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 
 use burn::backend::Autodiff;
-use burn::backend::autodiff::NodeId;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
-use burn::tensor::backend::{Backend, BackendTypes};
+use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorPrimitive};
 
 use super::mlp::{self, MlpSums};
+use super::parents::{Node, Parents, Primitive, Slot, primitive, tensor};
 use super::{
     Activations, AttentionOperands, AttentionPlan, DeviceFault, DistillRows, Distilled,
     DraftGradients, DraftOps, EarlierSums, MlpWeights, NormSums, RotaryTable, RowIndex,
-    TeacherHead, plain,
+    TeacherHead, hand_over, plain,
 };
-
-type Node<B> = <Autodiff<B> as BackendTypes>::FloatTensorPrimitive;
-type Primitive<B> = <B as BackendTypes>::FloatTensorPrimitive;
-type Holder<B> = Box<dyn Fn(Primitive<B>) -> Node<B>>;
 
 fn node<B: Backend, C: CheckpointStrategy, const D: usize>(
     x: Tensor<Autodiff<B, C>, D>,
@@ -35,14 +31,6 @@ fn wrap<B: Backend, C: CheckpointStrategy, const D: usize>(
     x: Node<B>,
 ) -> Tensor<Autodiff<B, C>, D> {
     Tensor::from_primitive(TensorPrimitive::Float(x))
-}
-
-fn tensor<B: Backend, const D: usize>(primitive: Primitive<B>) -> Tensor<B, D> {
-    Tensor::from_primitive(TensorPrimitive::Float(primitive))
-}
-
-fn primitive<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> Primitive<B> {
-    tensor.into_primitive().tensor()
 }
 
 /// The tensor without its place in the graph.
@@ -86,47 +74,6 @@ fn bare_plan<B: Backend, C: CheckpointStrategy>(
     }
 }
 
-/// A parent that wants a gradient. burn does not export the type of a node's reference, but a
-/// closure can hold one.
-struct Slot<B: Backend> {
-    id: NodeId,
-    /// A tensor in the graph at the parent's place.
-    holder: Holder<B>,
-}
-
-/// Parents of an operation, and all gradients made so far.
-struct Parents<'a, B: Backend> {
-    slots: Vec<Option<Slot<B>>>,
-    gradients: &'a mut Gradients,
-}
-
-impl<B: Backend> Parents<'_, B> {
-    fn slot(&self, at: usize) -> Option<&Slot<B>> {
-        self.slots.get(at).and_then(Option::as_ref)
-    }
-
-    fn wants(&self, at: usize) -> bool {
-        self.slot(at).is_some()
-    }
-
-    /// Takes out what a parent was given so far; `any` is a tensor of any value.
-    fn take<const D: usize, const E: usize>(
-        &mut self,
-        at: usize,
-        any: &Tensor<B, E>,
-    ) -> Option<Tensor<B, D>> {
-        let holder = (self.slot(at)?.holder)(primitive(any.clone()));
-        self.gradients.remove::<B>(&holder).map(tensor)
-    }
-
-    /// Gives a gradient to a parent that wants one.
-    fn give<const D: usize>(&mut self, at: usize, gradient: Tensor<B, D>) {
-        if let Some(id) = self.slot(at).map(|slot| slot.id) {
-            self.gradients.register::<B>(id, primitive(gradient));
-        }
-    }
-}
-
 /// What an operation keeps, and the gradients it makes of that.
 trait Operation<B: Backend>: Clone + Debug + Send + 'static {
     /// Gives parents, in the order in which they were attached, their gradients.
@@ -153,6 +100,7 @@ impl<B: Backend, K: Operation<B>, const N: usize> Backward<B, N> for Step<K> {
 
     fn backward(self, ops: Ops<K, N>, gradients: &mut Gradients, _: &mut Checkpointer) {
         let gradient = gradients.consume::<B>(&ops.node);
+        let device = B::float_device(&gradient);
         let slots = ops.parents.map(|parent| {
             let parent = parent?;
             let id = parent.id;
@@ -163,16 +111,18 @@ impl<B: Backend, K: Operation<B>, const N: usize> Backward<B, N> for Step<K> {
             };
             Some(Slot { id, holder: Box::new(holder) })
         });
-        ops.state.gradients(gradient, &mut Parents { slots: slots.into(), gradients });
+        let mut parents = Parents { slots: slots.into(), gradients };
+        ops.state.gradients(gradient, &mut parents);
+        hand_over::has_added(&mut parents, &device);
     }
 }
 
 /// Puts an operation into the graph: backend and strategy, its parents, what it keeps, its output.
 macro_rules! attach {
     ($backend:ty, $strategy:ty, $parents:expr, $kept:expr, $output:expr) => {{
-        let kept = $kept;
-        let step = Step::of(&kept);
-        match Backward::<$backend, _>::prepare::<$strategy>(step, $parents)
+        let (kept, parents) = ($kept, $parents);
+        hand_over::will_add(parents.iter().map(|parent| parent.id));
+        match Backward::<$backend, _>::prepare::<$strategy>(Step::of(&kept), parents)
             .compute_bound()
             .stateful()
         {

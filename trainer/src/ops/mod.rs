@@ -8,7 +8,9 @@ pub mod cuda;
 mod flex;
 mod gradients;
 mod graph;
+mod hand_over;
 mod mlp;
+mod parents;
 pub mod plain;
 
 use std::ops::Range;
@@ -17,6 +19,7 @@ use std::sync::Arc;
 use burn::tensor::{Int, Tensor, TensorData, backend::Backend};
 
 pub use self::gradients::{AttentionOperands, DraftGradients, EarlierSums, NormSums};
+pub use self::hand_over::{Counting, HandOver, Receiver};
 use crate::draft::Param;
 use crate::losses::LossKind;
 

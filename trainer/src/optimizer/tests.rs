@@ -28,11 +28,11 @@ fn settings(clip: f64, weight_decay: f64) -> AdamWConfig {
     AdamWConfig { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay, clip }
 }
 
-fn gradients(draft: &Eagle3Draft<Flex>, value: impl Fn(usize) -> f32) -> Named<Flex> {
+fn gradients(draft: &Eagle3Draft<Flex>, value: impl Fn(usize) -> f32) -> Summed<Flex> {
     let fill = |(name, param): (String, Param<Flex>)| {
         let shape = param.shape();
         let values = (0..shape.iter().product()).map(&value).collect();
-        (name, Param::from_vec(values, &shape, &Default::default()))
+        (name, Some(Param::from_vec(values, &shape, &Default::default())))
     };
     draft.parameters().into_iter().map(fill).collect()
 }

@@ -1,7 +1,7 @@
 //! What one CUDA device needs to run operations between those of burn: kernels, products, a stream
 //! that takes turns with burn's, and the first fault. Knows no tensors.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use burn::backend::cuda::CudaDevice;
 use cubecl::Runtime;
 use cubecl::cuda::CudaRuntime;
+use kernels::cuda::cudarc::driver::CudaStream;
 use kernels::cuda::{
     Blas, CudaError, CudaKernels, DeviceMatrix, DeviceVector, Launcher, PartTimer, Product,
     SharedStream, TRAIN_SOURCES, context, download,
@@ -29,16 +30,44 @@ pub enum Part {
     Optimizer,
     /// Norms, gates, rotations, gathers.
     Rows,
+    /// What has to wait for other processes.
+    Exchange,
 }
 
 impl Part {
     /// All of them, in the order of [`take_times`].
-    pub const ALL: [Self; 5] =
-        [Self::Gemm, Self::Attention, Self::Loss, Self::Optimizer, Self::Rows];
+    pub const ALL: [Self; 6] =
+        [Self::Gemm, Self::Attention, Self::Loss, Self::Optimizer, Self::Rows, Self::Exchange];
+
+    /// Bytes that may cross to other GPUs beside one operation: what takes about as long as a short
+    /// one does, because the next one waits for both.
+    fn bytes_beside(self) -> usize {
+        match self {
+            Self::Gemm | Self::Attention => 128 << 20,
+            Self::Optimizer => 64 << 20,
+            Self::Loss | Self::Rows | Self::Exchange => 0,
+        }
+    }
 }
 
 /// Bytes cuBLASLt may use beside operands.
 const WORKSPACE: usize = 64 << 20;
+
+/// Something that crosses to other GPUs beside the operations that follow, in order.
+pub(super) struct Transfer {
+    /// Bytes this GPU sends.
+    pub(super) bytes: usize,
+    /// Enqueues it. Everything before the operation that it runs beside is done by then.
+    pub(super) enqueue: Enqueue,
+}
+
+type Enqueue = Box<dyn FnOnce(&CudaStream) -> Result<(), CudaError> + Send>;
+
+impl std::fmt::Debug for Transfer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Transfer").field("bytes", &self.bytes).finish_non_exhaustive()
+    }
+}
 
 /// One device.
 #[derive(Debug)]
@@ -47,6 +76,22 @@ pub(super) struct Engine {
     shared: SharedStream,
     blas: Mutex<Blas>,
     timer: Mutex<Option<PartTimer>>,
+    transfers: Mutex<VecDeque<Transfer>>,
+}
+
+impl Engine {
+    /// Starts transfers of up to `bytes` bytes beside the operation that has begun.
+    fn send(&self, bytes: usize) -> Result<(), CudaError> {
+        let mut waiting = lock(&self.transfers);
+        let mut sent = 0;
+        while sent < bytes
+            && let Some(transfer) = waiting.pop_front()
+        {
+            sent += transfer.bytes;
+            (transfer.enqueue)(self.shared.beside()?)?;
+        }
+        Ok(())
+    }
 }
 
 static ENGINES: Mutex<BTreeMap<usize, Arc<Engine>>> = Mutex::new(BTreeMap::new());
@@ -73,7 +118,8 @@ fn engine(ordinal: usize) -> Result<Arc<Engine>, CudaError> {
     let kernels = CudaKernels::load_sources(&context, cache_dir().as_deref(), &TRAIN_SOURCES)?;
     let shared = SharedStream::new(&context)?;
     let blas = Mutex::new(Blas::new(shared.stream(), WORKSPACE)?);
-    let engine = Arc::new(Engine { kernels, shared, blas, timer: Mutex::default() });
+    let (timer, transfers) = Default::default();
+    let engine = Arc::new(Engine { kernels, shared, blas, timer, transfers });
     engines.insert(ordinal, engine.clone());
     Ok(engine)
 }
@@ -171,11 +217,41 @@ pub(super) fn run(
     part: Part,
     operation: impl FnOnce(&mut Work<'_>) -> Result<(), CudaError>,
 ) {
+    run_beside(device, part, |engine| engine.send(part.bytes_beside()), operation);
+}
+
+/// The same behind all transfers that were asked for before.
+pub(super) fn run_behind_transfers(
+    device: &CudaDevice,
+    operation: impl FnOnce(&mut Work<'_>) -> Result<(), CudaError>,
+) {
+    let send_all = |engine: &Engine| {
+        engine.send(usize::MAX)?;
+        engine.shared.join()
+    };
+    run_beside(device, Part::Exchange, send_all, operation);
+}
+
+/// Lets transfers run beside the next operations of the device.
+pub(super) fn transfer(device: &CudaDevice, transfers: impl IntoIterator<Item = Transfer>) {
+    match engine(device.index) {
+        Ok(engine) => lock(&engine.transfers).extend(transfers),
+        Err(error) => note(&error),
+    }
+}
+
+fn run_beside(
+    device: &CudaDevice,
+    part: Part,
+    beside: impl FnOnce(&Engine) -> Result<(), CudaError>,
+    operation: impl FnOnce(&mut Work<'_>) -> Result<(), CudaError>,
+) {
     if lock(&FAULT).is_some() {
         return;
     }
     let outcome = engine(device.index).and_then(|engine| {
         engine.shared.begin()?;
+        beside(&engine)?;
         let launch = engine.kernels.on(engine.shared.stream());
         let mut work = Work { launch, engine: &engine, blas: lock(&engine.blas) };
         work.part(part)?;

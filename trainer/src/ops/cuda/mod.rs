@@ -2,6 +2,7 @@
 //! with burn's work by events, without waiting on the host. Knows no steps and no layers.
 
 mod attention;
+mod copies;
 mod distill;
 mod engine;
 mod exchange;

@@ -1,0 +1,225 @@
+//! Parts of matrices that the copy engines carry between the GPUs of one host, while their
+//! multiprocessors do something else. Every GPU has room for what the others send and words that
+//! say what has come and what was taken. Knows no sums and no parameters.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use burn::backend::cuda::CudaDevice;
+use kernels::cuda::cudarc::driver::{CudaContext, CudaStream};
+use kernels::cuda::{
+    CudaError, DeviceMatrix, DeviceVector, PEER_HANDLE_BYTES, PeerMemory, download, upload,
+};
+
+use super::engine::{Transfer, Work, run_behind_transfers, transfer};
+use super::exchange::fault;
+use crate::exchange::{Crossings, ExchangeError, Way};
+use crate::ops::DeviceFault;
+use crate::world::World;
+
+/// Bytes of one copy: a few of them run beside an operation.
+const PIECE: usize = 32 << 20;
+/// Bytes of a word, and what places of rooms are multiples of.
+const WORD: usize = 4;
+const ALIGN: usize = 256;
+
+/// The rooms of this process's GPU, and the way into those of the others.
+#[derive(Debug)]
+pub(super) struct Copies {
+    memory: Arc<PeerMemory>,
+    rank: usize,
+    ranks: usize,
+    /// Where each parameter's room starts, `[ranks, part]`.
+    rooms: Vec<usize>,
+    /// How often each has been used.
+    turns: Mutex<Vec<u32>>,
+}
+
+/// One use of a room.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Turn {
+    /// Of which parameter.
+    pub(super) at: usize,
+    number: u32,
+}
+
+/// What the words of a room tell.
+#[derive(Clone, Copy)]
+enum Told {
+    /// A part has come.
+    Arrived,
+    /// It was taken, so that the next one may come.
+    Taken,
+}
+
+impl Copies {
+    /// Makes rooms and opens those of the others; `None` where one GPU can't reach another one, an
+    /// error if nothing else was asked for. All processes get the same answer.
+    pub(super) fn connect(
+        world: &World,
+        context: &Arc<CudaContext>,
+        crossings: &Crossings,
+    ) -> Result<Option<Self>, ExchangeError> {
+        // Tried with little memory first: what others have opened can't be freed.
+        let Some(_) = reach(world, context, ALIGN.max(WORD * world.size()))? else {
+            let message = "train.exchange = \"copies\": a GPU can't write into the memory of \
+                           another process's one; all must be of one host, visible to every \
+                           process and joined by NVLink or PCIe peer access; use auto or nccl"
+                .to_owned();
+            return match crossings.way {
+                Way::Copies => Err(DeviceFault { message, exit_code: 69 }.into()),
+                Way::Auto | Way::Nccl => Ok(None),
+            };
+        };
+        let words = 2 * WORD * crossings.bytes.len() * world.size();
+        let mut end = words.next_multiple_of(ALIGN);
+        let room = |&bytes: &usize| {
+            let start = end;
+            end += bytes.next_multiple_of(ALIGN);
+            start
+        };
+        let rooms: Vec<usize> = crossings.bytes.iter().map(room).collect();
+        let Some(memory) = reach(world, context, end)? else {
+            let message = "memory for what other GPUs send could not be shared".to_owned();
+            return Err(DeviceFault { message, exit_code: 75 }.into());
+        };
+        let turns = Mutex::new(vec![0; rooms.len()]);
+        let (rank, ranks) = (world.rank(), world.size());
+        Ok(Some(Self { memory: Arc::new(memory), rank, ranks, rooms, turns }))
+    }
+
+    /// This process's number.
+    pub(super) fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// Address of a room.
+    pub(super) fn received(&self, at: usize) -> u64 {
+        self.memory.own(self.rooms[at])
+    }
+
+    /// Starts to send every other rank its part, all of the same size and without gaps. They must
+    /// stay as they are until the end.
+    pub(super) fn start(
+        &self,
+        device: &CudaDevice,
+        at: usize,
+        part: impl Fn(usize) -> DeviceMatrix,
+    ) -> Turn {
+        let mut turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
+        turns[at] = turns[at].wrapping_add(1);
+        let turn = Turn { at, number: turns[at] };
+        // Each starts with another one, so that no GPU receives from all at the same time.
+        for step in 1..self.ranks {
+            let rank = (self.rank + step) % self.ranks;
+            transfer(device, self.transfers(turn, rank, &part(rank)));
+        }
+        turn
+    }
+
+    fn transfers(&self, turn: Turn, rank: usize, part: &DeviceMatrix) -> Vec<Transfer> {
+        let (address, all) = (part.address, part.bytes());
+        let into = self.rooms[turn.at] + self.rank * all;
+        let taken = self.word(turn.at, Told::Taken, rank);
+        let arrived = self.word(turn.at, Told::Arrived, self.rank);
+        let piece = |first: usize| {
+            let bytes = PIECE.min(all - first);
+            let memory = self.memory.clone();
+            let enqueue = move |stream: &CudaStream| {
+                if first == 0 {
+                    memory.wait(taken, turn.number.wrapping_sub(1), stream)?;
+                }
+                memory.push((rank, into + first), (address + first as u64, bytes), stream)?;
+                match first + bytes == all {
+                    true => memory.tell((rank, arrived), turn.number, stream),
+                    false => Ok(()),
+                }
+            };
+            Transfer { bytes, enqueue: Box::new(enqueue) }
+        };
+        (0..all).step_by(PIECE).map(piece).collect()
+    }
+
+    /// Runs an operation that reads what the others have sent, once all of it is there.
+    pub(super) fn finish(
+        &self,
+        device: &CudaDevice,
+        turn: Turn,
+        operation: impl FnOnce(&mut Work<'_>) -> Result<(), CudaError>,
+    ) {
+        let others = || (0..self.ranks).filter(|&rank| rank != self.rank);
+        run_behind_transfers(device, |work| {
+            for rank in others() {
+                let word = self.word(turn.at, Told::Arrived, rank);
+                self.memory.wait(word, turn.number, work.launch.stream())?;
+            }
+            operation(work)?;
+            for rank in others() {
+                let word = self.word(turn.at, Told::Taken, self.rank);
+                self.memory.tell((rank, word), turn.number, work.launch.stream())?;
+            }
+            Ok(())
+        });
+    }
+
+    /// Place of the word in which `rank` tells something about a room.
+    fn word(&self, at: usize, told: Told, rank: usize) -> usize {
+        WORD * ((2 * at + told as usize) * self.ranks + rank)
+    }
+}
+
+/// Memory that every process can write into and has done so; `None` on all where one can't.
+fn reach(
+    world: &World,
+    context: &Arc<CudaContext>,
+    bytes: usize,
+) -> Result<Option<PeerMemory>, ExchangeError> {
+    let host = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let hosts = world.exchange(host.clone().into_bytes())?;
+    // A handle of another host could look like one of this host.
+    if host.is_empty() || hosts.iter().any(|other| *other != host.as_bytes()) {
+        return Ok(None);
+    }
+    let made = PeerMemory::new(context, bytes);
+    let handle = made.as_ref().ok().and_then(|memory| memory.handle().ok());
+    let handles = world.exchange(handle.map_or(Vec::new(), Vec::from))?;
+    let handles: Vec<[u8; PEER_HANDLE_BYTES]> =
+        handles.into_iter().filter_map(|handle| handle.try_into().ok()).collect();
+    let memory = made.map_err(fault)?;
+    let complete = handles.len() == world.size();
+    let opened = complete.then(|| memory.open(world.rank(), &handles)).and_then(Result::ok);
+    let written = opened.and_then(|memory| greet(&memory, world, context).ok().map(|()| memory));
+    if world.any(written.is_none())? {
+        return Ok(None);
+    }
+    let Some(memory) = written else { unreachable!("every process has written") };
+    let greeted = greeted(&memory, world, context).map_err(fault)?;
+    Ok((!world.any(!greeted)?).then_some(memory))
+}
+
+/// Writes this process's number into the first words of all others.
+fn greet(memory: &PeerMemory, world: &World, context: &Arc<CudaContext>) -> Result<(), CudaError> {
+    let stream = context.default_stream();
+    for rank in 0..world.size() {
+        memory.tell((rank, WORD * world.rank()), world.rank() as u32 + 1, &stream)?;
+    }
+    settled(&stream)
+}
+
+fn settled(stream: &CudaStream) -> Result<(), CudaError> {
+    let operation = || "greet the GPUs of other processes".to_owned();
+    stream.synchronize().map_err(|source| CudaError::Driver { operation: operation(), source })
+}
+
+/// Whether all others have written theirs; makes the words zero again.
+fn greeted(
+    memory: &PeerMemory,
+    world: &World,
+    context: &Arc<CudaContext>,
+) -> Result<bool, CudaError> {
+    let stream = context.default_stream();
+    let words = DeviceVector::<u32>::new(memory.own(0), world.size());
+    let found = download(&stream, words)?;
+    upload(&stream, memory.own(0), &vec![0u32; world.size()])?;
+    settled(&stream)?;
+    Ok(found.into_iter().eq(1..=world.size() as u32))
+}
