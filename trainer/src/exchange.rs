@@ -189,10 +189,8 @@ impl<B: ExchangeOps> Shards<B> {
             return Ok(Self::alone());
         }
         let bytes = |(_, shape): &(String, Vec<usize>)| match own_rows(shape, world.size()) {
-            Some(_) if shape.len() == 2 => {
-                shape.iter().product::<usize>() * DType::from(dtype).size()
-            }
-            _ => 0,
+            Some(_) => shape.iter().product::<usize>() * value_bytes(shape, dtype),
+            None => 0,
         };
         let crossings = Crossings { way, bytes: shapes.iter().map(bytes).collect() };
         let group = B::join(world, device, &crossings)?;
@@ -245,54 +243,65 @@ impl<B: ExchangeOps> Shards<B> {
         }
     }
 
-    /// Whether gradients of this shape are exchanged beside the backward pass.
+    /// Whether gradients of this shape cross in parts.
     pub fn crosses(&self, shape: &[usize]) -> bool {
-        shape.len() == 2 && self.group.is_some() && self.rows(shape).is_some()
+        self.group.is_some() && self.rows(shape).is_some()
     }
 
     /// Starts to sum the gradient of the parameter number `at` over all processes.
     pub fn start_sum(&self, at: usize, gradient: Param<B>) -> Crossing<B> {
-        match (&self.group, gradient) {
-            (Some(group), Param::Matrix(x)) if self.rows(&x.dims()).is_some() => {
-                Crossing::Started(B::start_sum(group, at, x))
+        match &self.group {
+            Some(group) if self.crosses(&gradient.shape()) => {
+                // A vector is a matrix with a row for each process.
+                let (x, as_vector) = match gradient {
+                    Param::Matrix(x) => (x, false),
+                    Param::Vector(x) => {
+                        let ranks = self.world.size();
+                        let width = x.dims()[0] / ranks;
+                        (x.reshape([ranks, width]), true)
+                    }
+                };
+                Crossing::Started { started: B::start_sum(group, at, x), as_vector }
             }
-            (_, gradient) => Crossing::Waiting(gradient),
+            _ => Crossing::Waiting(gradient),
         }
     }
 
     /// This process's part of the sum.
     pub fn finish_sum(&self, crossing: Crossing<B>) -> Result<Param<B>, ExchangeError> {
-        let Some(group) = &self.group else { return Ok(crossing.here()) };
-        match crossing {
-            Crossing::Started(started) => Ok(Param::Matrix(B::finish(group, started)?)),
-            Crossing::Waiting(gradient) | Crossing::Whole(gradient) => {
-                through(gradient, |x| B::sum(group, x)).map(|sum| self.own(sum))
-            }
+        match (crossing, &self.group) {
+            (Crossing::Waiting(gradient), Some(group)) => through(gradient, |x| B::sum(group, x)),
+            (crossing, _) => self.finish_whole(crossing),
         }
     }
 
     /// Starts to make the whole parameter number `at`, of this shape, from everybody's parts.
     pub fn start_whole(&self, at: usize, part: Param<B>, shape: &[usize]) -> Crossing<B> {
-        match (&self.group, part) {
-            (Some(group), Param::Matrix(x)) if self.rows(shape).is_some() => {
-                Crossing::Started(B::start_gather(group, at, x))
+        match &self.group {
+            Some(group) if self.crosses(shape) => {
+                let (x, as_vector) = match part {
+                    Param::Matrix(x) => (x, false),
+                    Param::Vector(x) => {
+                        let width = x.dims()[0];
+                        (x.reshape([1, width]), true)
+                    }
+                };
+                Crossing::Started { started: B::start_gather(group, at, x), as_vector }
             }
-            (_, part) => Crossing::Waiting(part),
+            _ => Crossing::Waiting(part),
         }
     }
 
-    /// The whole parameter.
-    pub fn finish_whole(
-        &self,
-        crossing: Crossing<B>,
-        shape: &[usize],
-    ) -> Result<Param<B>, ExchangeError> {
+    /// The whole parameter; one that was not divided is whole already.
+    pub fn finish_whole(&self, crossing: Crossing<B>) -> Result<Param<B>, ExchangeError> {
         match (crossing, &self.group) {
-            (Crossing::Started(started), Some(group)) => {
-                Ok(Param::Matrix(B::finish(group, started)?))
+            (Crossing::Started { started, as_vector }, Some(group)) => {
+                let x = B::finish(group, started)?;
+                let count: usize = x.dims().iter().product();
+                Ok(if as_vector { Param::Vector(x.reshape([count])) } else { Param::Matrix(x) })
             }
-            (Crossing::Waiting(part), _) => self.whole(part, shape),
-            (crossing, _) => Ok(crossing.here()),
+            (Crossing::Waiting(param), _) => Ok(param),
+            (Crossing::Started { .. }, None) => unreachable!("only a group starts exchanges"),
         }
     }
 
@@ -308,21 +317,22 @@ impl<B: ExchangeOps> Shards<B> {
 /// A parameter or gradient on its way between processes.
 #[derive(Debug)]
 pub enum Crossing<B: ExchangeOps> {
-    /// Crosses at the end: what is small, or not divided.
+    /// Not divided.
     Waiting(Param<B>),
-    /// Crosses already.
-    Started(B::Started),
-    /// Has not changed, so that everybody has it.
-    Whole(Param<B>),
+    /// Crosses in parts.
+    Started {
+        /// What the device knows of it.
+        started: B::Started,
+        /// Whether it is a vector.
+        as_vector: bool,
+    },
 }
 
-impl<B: ExchangeOps> Crossing<B> {
-    /// What has not been started.
-    fn here(self) -> Param<B> {
-        match self {
-            Self::Waiting(param) | Self::Whole(param) => param,
-            Self::Started(_) => unreachable!("only a group starts exchanges"),
-        }
+/// Bytes of a value: vectors, the weights of norms, are f32 whatever the type of the matrices.
+fn value_bytes(shape: &[usize], dtype: FloatDType) -> usize {
+    match shape.len() {
+        1 => DType::F32.size(),
+        _ => DType::from(dtype).size(),
     }
 }
 

@@ -230,13 +230,11 @@ impl<B: DraftOps + ExchangeOps> AdamW<B> {
         let step = Step { config: self.config, rate, scale, count: self.step };
         let parts = self.update_parts(draft, gradients, (&step, shards));
         // All parts are on their way before the first is waited for.
-        let mut whole = parts.into_iter().zip(&shapes);
+        let mut parts = parts.into_iter();
         let (mut failed, device) = (None, draft.device());
         draft.replace_each(|_, _| {
-            let Some((part, (_, shape))) = whole.next() else {
-                unreachable!("every parameter was updated");
-            };
-            shards.finish_whole(part, shape).unwrap_or_else(|error| {
+            let Some(part) = parts.next() else { unreachable!("every parameter was updated") };
+            shards.finish_whole(part).unwrap_or_else(|error| {
                 failed.get_or_insert(error);
                 Param::Vector(Tensor::empty([1], &device))
             })
@@ -280,7 +278,7 @@ impl<B: DraftOps + ExchangeOps> AdamW<B> {
             }
             sent.push(match trained {
                 true => shards.start_whole(at, done.param, &shape),
-                false => Crossing::Whole(done.param),
+                false => Crossing::Waiting(done.param),
             });
             Param::Vector(nothing.clone())
         });

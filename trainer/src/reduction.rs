@@ -112,8 +112,8 @@ impl<B: ExchangeOps> Reduction<B> {
             place.complete(|| param.zeros_like());
         }
         self.start_complete(&mut progress);
-        let small = (0..self.parameters.len()).filter(|&at| !self.crosses(at));
-        let order: Vec<usize> = self.crossing().chain(small).collect();
+        let undivided = (0..self.parameters.len()).filter(|&at| !self.crosses(at));
+        let order: Vec<usize> = self.crossing().chain(undivided).collect();
         let mut summed: Vec<Option<Param<B>>> = progress.iter().map(|_| None).collect();
         for at in order {
             summed[at] = match std::mem::replace(&mut progress[at], Progress::Late) {
@@ -139,9 +139,14 @@ impl<B: ExchangeOps> Reduction<B> {
         self.shards.crosses(&self.parameters[at].1)
     }
 
-    /// What crosses beside the backward pass, in the order of the starts.
+    /// What crosses in parts, in the order of the starts: matrices, then the small vectors, whose
+    /// gradients nobody hands over early.
     fn crossing(&self) -> impl Iterator<Item = usize> {
-        (0..self.parameters.len()).rev().filter(|&at| self.crosses(at))
+        let of_dimensions = |count: usize| {
+            let places = (0..self.parameters.len()).rev();
+            places.filter(move |&at| self.parameters[at].1.len() == count && self.crosses(at))
+        };
+        of_dimensions(2).chain(of_dimensions(1))
     }
 
     /// Starts what is complete, as long as all before it are.
@@ -158,5 +163,47 @@ impl<B: ExchangeOps> Reduction<B> {
                 other => progress[at] = other,
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::backend::Flex;
+
+    use super::*;
+
+    fn vector(value: f32) -> Param<Flex> {
+        Param::from_vec(vec![value], &[1], &Default::default())
+    }
+
+    fn sum(progress: Progress<Flex>) -> Option<Vec<f32>> {
+        match progress {
+            Progress::Complete(sum) => Some(sum.to_vec()),
+            _ => None,
+        }
+    }
+
+    #[test]
+    fn gradients_add_up_until_they_are_complete() {
+        let mut progress = Progress::Open(None);
+        progress.add(vector(2.0));
+        progress.add(vector(3.0));
+        progress.complete(|| vector(100.0));
+        assert_eq!(sum(progress), Some(vec![5.0]));
+        let mut progress = Progress::Open(None);
+        progress.complete(|| vector(0.0));
+        assert_eq!(sum(progress), Some(vec![0.0]));
+    }
+
+    #[test]
+    fn what_comes_after_the_end_is_found() {
+        let mut progress = Progress::Open(None);
+        progress.complete(|| vector(1.0));
+        progress.add(vector(2.0));
+        assert!(matches!(progress, Progress::Late));
+        let mut frozen = Progress::Frozen;
+        frozen.add(vector(2.0));
+        frozen.complete(|| vector(1.0));
+        assert!(matches!(frozen, Progress::Frozen));
     }
 }

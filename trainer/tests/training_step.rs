@@ -3,14 +3,18 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
 
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::{Tensor, TensorData};
 use proptest::prelude::*;
 use trainer::golden::GoldenCase;
 use trainer::masks::MaskMode;
+use trainer::ops::HandOver;
 use trainer::ttt::{TttOutput, step_rows};
-use trainer::{BatchTokens, Eagle3Draft, TrainBatch, TttMetrics, TttOptions, ttt_step};
+use trainer::{
+    BatchTokens, DraftOps, Eagle3Draft, Param, TrainBatch, TttMetrics, TttOptions, ttt_step,
+};
 
 type B = Autodiff<Flex>;
 type Gradients = Vec<(String, Vec<f32>)>;
@@ -50,6 +54,76 @@ fn goldens_hold_row_sparse_and_dense() {
             }
         }
     }
+}
+
+/// Gradients of a golden step by parameter: those left at the end of the backward pass, and matrices
+/// that were handed over before, in that order, if asked for.
+fn gradients_of(case: &GoldenCase, early: bool) -> [Gradients; 2] {
+    let device = Default::default();
+    let draft = Eagle3Draft::<B>::tracked(&case.draft(&device).unwrap());
+    let matrices = draft.parameters().into_iter().filter_map(|(name, param)| match param {
+        Param::Matrix(x) => Some((name, x)),
+        Param::Vector(_) => None,
+    });
+    let (names, leaves): (Vec<String>, Vec<Tensor<B, 2>>) = matrices.unzip();
+    let early_ones = Arc::new(Mutex::new(Vec::new()));
+    let receiver = {
+        let early_ones = early_ones.clone();
+        move |number: usize, gradient: Tensor<Flex, 2>| {
+            let values = Param::Matrix(gradient).to_vec();
+            early_ones.lock().unwrap().push((names[number].clone(), values));
+        }
+    };
+    let counting = early.then(|| B::hand_over(&leaves, Arc::new(receiver)));
+    let (target, batch) = (case.target(&device).unwrap(), case.batch(&device).unwrap());
+    let output = ttt_step(&draft, &target, &batch, &case.options).unwrap();
+    let received = draft.received(&mut output.backward());
+    drop(counting);
+    let names = draft.parameters().into_iter().map(|(name, _)| name);
+    let left = names.zip(received).filter_map(|(name, got)| Some((name, got?.to_vec())));
+    let left = left.collect();
+    let early_ones = std::mem::take(&mut *early_ones.lock().unwrap());
+    [left, early_ones]
+}
+
+/// Each once, whole, and no longer in the result.
+#[test]
+fn matrices_are_handed_over_when_the_last_operation_has_added_to_them() {
+    for name in FILES {
+        let case = golden(name);
+        let [all, none] = gradients_of(&case, false);
+        let [left, early] = gradients_of(&case, true);
+        assert!(none.is_empty() && !early.is_empty());
+        let order: Vec<&str> = early.iter().map(|(name, _)| name.as_str()).collect();
+        assert_eq!(order[0], "lm_head.weight", "{name}: {order:?}");
+        assert!(order[1..4].iter().all(|name| name.contains(".mlp.")), "{name}: {order:?}");
+        let mut both: Gradients = left.into_iter().chain(early).collect();
+        let place = |name: &str| all.iter().position(|(other, _)| other == name).unwrap();
+        both.sort_by_key(|(name, _)| place(name));
+        assert!(both == all, "{name}");
+    }
+}
+
+/// An operation that nobody counts, because it is burn's own.
+#[test]
+fn what_is_added_to_a_gradient_later_is_left_in_the_result() {
+    let device = Default::default();
+    let leaf = |values: [f32; 4]| {
+        Tensor::<B, 2>::from_data(TensorData::new(values.to_vec(), [2, 2]), &device).require_grad()
+    };
+    let (x, weight) = (leaf([1.0, 2.0, 3.0, 4.0]), leaf([5.0, 6.0, 7.0, 8.0]));
+    let (sender, handed) = std::sync::mpsc::channel();
+    let receiver = move |_: usize, gradient: Tensor<Flex, 2>| sender.send(gradient).unwrap();
+    let counting = B::hand_over(std::slice::from_ref(&weight), Arc::new(receiver));
+    // Deeper in the graph than what burn adds, which therefore comes last.
+    let made = B::project(B::project(x.mul_scalar(1.0), weight.clone()), weight.clone());
+    let loss = made.sum() + weight.clone().mul_scalar(3.0).sum();
+    let mut result = loss.backward();
+    drop(counting);
+    let handed: Vec<_> = handed.try_iter().collect();
+    assert_eq!(handed.len(), 1);
+    let left = weight.grad_remove(&mut result).expect("3 for each entry");
+    assert_eq!(Param::Matrix(left).to_vec(), [3.0; 4]);
 }
 
 fn rows_of(case: &GoldenCase, name: &str, rows: &[usize]) -> Tensor<B, 2> {

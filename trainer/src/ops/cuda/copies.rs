@@ -7,7 +7,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use burn::backend::cuda::CudaDevice;
 use kernels::cuda::cudarc::driver::{CudaContext, CudaStream};
 use kernels::cuda::{
-    CudaError, DeviceMatrix, DeviceVector, PEER_HANDLE_BYTES, PeerMemory, download, upload,
+    CudaError, DeviceMatrix, DeviceVector, PEER_HANDLE_BYTES, PeerMemory, copy_on_device, download,
+    upload,
 };
 
 use super::engine::{Transfer, Work, run_behind_transfers, transfer};
@@ -18,17 +19,19 @@ use crate::world::World;
 
 /// Bytes of one copy: a few of them run beside an operation.
 const PIECE: usize = 32 << 20;
+/// Bytes of a part of what is gathered at once.
+const PASSAGE: usize = 16 << 20;
 /// Bytes of a word, and what places of rooms are multiples of.
 const WORD: usize = 4;
 const ALIGN: usize = 256;
 
 /// The rooms of this process's GPU, and the way into those of the others.
 #[derive(Debug)]
-pub(super) struct Copies {
+pub struct Copies {
     memory: Arc<PeerMemory>,
     rank: usize,
     ranks: usize,
-    /// Where each parameter's room starts, `[ranks, part]`.
+    /// Where each parameter's room starts, `[ranks, part]`; behind them one of [`PASSAGE`] a rank.
     rooms: Vec<usize>,
     /// How often each has been used.
     turns: Mutex<Vec<u32>>,
@@ -37,8 +40,8 @@ pub(super) struct Copies {
 /// One use of a room.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Turn {
-    /// Of which parameter.
-    pub(super) at: usize,
+    /// Of which room.
+    at: usize,
     number: u32,
 }
 
@@ -70,14 +73,15 @@ impl Copies {
                 Way::Auto | Way::Nccl => Ok(None),
             };
         };
-        let words = 2 * WORD * crossings.bytes.len() * world.size();
+        let words = 2 * WORD * (crossings.bytes.len() + 1) * world.size();
         let mut end = words.next_multiple_of(ALIGN);
-        let room = |&bytes: &usize| {
+        let room = |bytes: usize| {
             let start = end;
             end += bytes.next_multiple_of(ALIGN);
             start
         };
-        let rooms: Vec<usize> = crossings.bytes.iter().map(room).collect();
+        let sizes = crossings.bytes.iter().copied().chain([PASSAGE * world.size()]);
+        let rooms: Vec<usize> = sizes.map(room).collect();
         let Some(memory) = reach(world, context, end)? else {
             let message = "memory for what other GPUs send could not be shared".to_owned();
             return Err(DeviceFault { message, exit_code: 75 }.into());
@@ -92,9 +96,36 @@ impl Copies {
         self.rank
     }
 
-    /// Address of a room.
-    pub(super) fn received(&self, at: usize) -> u64 {
-        self.memory.own(self.rooms[at])
+    /// How many there are.
+    pub(super) fn ranks(&self) -> usize {
+        self.ranks
+    }
+
+    /// Where parts are when they have arrived, by rank and without gaps; this rank's is missing.
+    pub(super) fn received(&self, turn: Turn) -> u64 {
+        self.memory.own(self.rooms[turn.at])
+    }
+
+    /// Puts the `own [n, columns]` of all ranks into `all [ranks * n, columns]`, by rank, piece by
+    /// piece.
+    pub(super) fn gather(&self, device: &CudaDevice, own: &DeviceMatrix, all: &DeviceMatrix) {
+        let (at, size) = (self.rooms.len() - 1, own.bytes());
+        for first in (0..size).step_by(PASSAGE) {
+            let bytes = PASSAGE.min(size - first);
+            let from = own.address + first as u64;
+            let turn = self.start_bytes(device, at, (|_| from, bytes));
+            self.finish(device, turn, |work| {
+                for rank in 0..self.ranks {
+                    let place = all.address + (rank * size + first) as u64;
+                    let source = match rank == self.rank {
+                        true => from,
+                        false => self.received(turn) + (rank * bytes) as u64,
+                    };
+                    copy_on_device(work.launch.stream(), place, source, bytes)?;
+                }
+                Ok(())
+            });
+        }
     }
 
     /// Starts to send every other rank its part, all of the same size and without gaps. They must
@@ -105,19 +136,27 @@ impl Copies {
         at: usize,
         part: impl Fn(usize) -> DeviceMatrix,
     ) -> Turn {
+        self.start_bytes(device, at, (|rank| part(rank).address, part(0).bytes()))
+    }
+
+    fn start_bytes(
+        &self,
+        device: &CudaDevice,
+        at: usize,
+        (from, bytes): (impl Fn(usize) -> u64, usize),
+    ) -> Turn {
         let mut turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
         turns[at] = turns[at].wrapping_add(1);
         let turn = Turn { at, number: turns[at] };
         // Each starts with another one, so that no GPU receives from all at the same time.
         for step in 1..self.ranks {
             let rank = (self.rank + step) % self.ranks;
-            transfer(device, self.transfers(turn, rank, &part(rank)));
+            transfer(device, self.transfers(turn, rank, (from(rank), bytes)));
         }
         turn
     }
 
-    fn transfers(&self, turn: Turn, rank: usize, part: &DeviceMatrix) -> Vec<Transfer> {
-        let (address, all) = (part.address, part.bytes());
+    fn transfers(&self, turn: Turn, rank: usize, (address, all): (u64, usize)) -> Vec<Transfer> {
         let into = self.rooms[turn.at] + self.rank * all;
         let taken = self.word(turn.at, Told::Taken, rank);
         let arrived = self.word(turn.at, Told::Arrived, self.rank);

@@ -1,4 +1,4 @@
-//! Exchange between GPUs: through NCCL, or by copy engines where they reach. What is started runs
+//! Exchange between GPUs: by copy engines where they reach, else through NCCL. What is started runs
 //! beside the device's other work. Knows no parameters.
 
 use std::sync::Arc;
@@ -17,9 +17,11 @@ use crate::world::{World, WorldError};
 
 /// Connections with the GPUs of the other processes.
 #[derive(Clone, Debug)]
-pub struct Group {
-    nccl: Arc<Communicator>,
-    copies: Option<Arc<Copies>>,
+pub enum Group {
+    /// By copy engines.
+    Copies(Arc<Copies>),
+    /// By kernels.
+    Nccl(Arc<Communicator>),
 }
 
 /// An exchange that was started.
@@ -35,9 +37,9 @@ enum To {
     /// Written by NCCL.
     Nccl(T<2>),
     /// The others' copies add up with this process's rows.
-    Sum(Turn),
+    Sum(Arc<Copies>, Turn),
     /// The others' copies lie beside this process's rows.
-    Gather(Turn),
+    Gather(Arc<Copies>, Turn),
 }
 
 pub(super) fn fault(error: CudaError) -> ExchangeError {
@@ -58,6 +60,44 @@ fn packed(x: T<2>) -> T<2> {
     copy
 }
 
+impl Group {
+    fn ranks(&self) -> usize {
+        match self {
+            Self::Copies(copies) => copies.ranks(),
+            Self::Nccl(nccl) => nccl.ranks(),
+        }
+    }
+
+    /// Room for this process's rows of `x`.
+    fn own_rows(&self, x: &T<2>) -> T<2> {
+        let [rows, width] = x.dims();
+        empty([rows / self.ranks(), width], (&x.device(), x.dtype()))
+    }
+
+    /// Room for the rows of all processes, of which `x` has one's.
+    fn all_rows(&self, x: &T<2>) -> T<2> {
+        let [rows, width] = x.dims();
+        empty([rows * self.ranks(), width], (&x.device(), x.dtype()))
+    }
+}
+
+fn connect_nccl(world: &World) -> Result<Communicator, ExchangeError> {
+    let own = match world.is_first() {
+        true => NcclId::new().map_err(fault)?.to_bytes().to_vec(),
+        false => Vec::new(),
+    };
+    let all = world.exchange(own)?;
+    let first = all.into_iter().next().unwrap_or_default();
+    let found = first.len();
+    let id: [u8; NCCL_ID_BYTES] = first.try_into().map_err(|_| WorldError::OutOfStep {
+        rank: 0,
+        expected: NCCL_ID_BYTES,
+        found,
+    })?;
+    let place = [world.rank(), world.size()];
+    Communicator::connect(NcclId::from_bytes(id), place).map_err(fault)
+}
+
 impl ExchangeOps for Cuda {
     type Group = Group;
     type Started = Started;
@@ -73,107 +113,126 @@ impl ExchangeOps for Cuda {
             source,
         });
         bound.map_err(fault)?;
-        let own = match world.is_first() {
-            true => NcclId::new().map_err(fault)?.to_bytes().to_vec(),
-            false => Vec::new(),
-        };
-        let all = world.exchange(own)?;
-        let first = all.into_iter().next().unwrap_or_default();
-        let found = first.len();
-        let id: [u8; NCCL_ID_BYTES] = first.try_into().map_err(|_| WorldError::OutOfStep {
-            rank: 0,
-            expected: NCCL_ID_BYTES,
-            found,
-        })?;
-        let place = [world.rank(), world.size()];
-        let nccl = Communicator::connect(NcclId::from_bytes(id), place).map_err(fault)?;
         let copies = match crossings.way {
             Way::Nccl => None,
             Way::Auto | Way::Copies => Copies::connect(world, &context, crossings)?,
         };
-        Ok(Group { nccl: Arc::new(nccl), copies: copies.map(Arc::new) })
+        let group = match copies {
+            Some(copies) => Group::Copies(Arc::new(copies)),
+            None => Group::Nccl(Arc::new(connect_nccl(world)?)),
+        };
+        tracing::info!(
+            "gradients cross by {}",
+            match &group {
+                Group::Copies(_) => "copy engines",
+                Group::Nccl(_) => "NCCL",
+            }
+        );
+        Ok(group)
     }
 
     fn sum(group: &Group, x: T<2>) -> Result<T<2>, ExchangeError> {
-        let x = packed(exclusive(x));
-        let view = matrix(&x);
-        run_behind_transfers(&x.device(), |work| {
-            group.nccl.all_reduce(&view, work.launch.stream())
-        });
-        Ok(x)
+        let device = x.device();
+        match group {
+            Group::Nccl(nccl) => {
+                let x = packed(exclusive(x));
+                let view = matrix(&x);
+                run_behind_transfers(&device, |work| nccl.all_reduce(&view, work.launch.stream()));
+                Ok(x)
+            }
+            Group::Copies(copies) => {
+                let all = Self::gather(group, x)?;
+                let [rows, width] = all.dims();
+                let sum = empty([rows / copies.ranks(), width], (&device, all.dtype()));
+                let (to, from) = (matrix(&sum), matrix(&all));
+                let parts = RankParts {
+                    own: from.row_range(copies.rank() * to.rows..(copies.rank() + 1) * to.rows),
+                    received: from.address,
+                    rank: copies.rank(),
+                    ranks: copies.ranks(),
+                };
+                run(&device, Part::Exchange, |work| work.launch.add_parts(&to, &parts, None, true));
+                Ok(sum)
+            }
+        }
     }
 
     fn gather(group: &Group, x: T<2>) -> Result<T<2>, ExchangeError> {
         let x = packed(x);
-        let all = everybodys(group, &x);
-        let (from, to) = (matrix(&x), matrix(&all));
-        run_behind_transfers(&x.device(), |work| {
-            group.nccl.all_gather(&from, &to, work.launch.stream())
-        });
+        let all = group.all_rows(&x);
+        let (device, from, to) = (x.device(), matrix(&x), matrix(&all));
+        match group {
+            Group::Nccl(nccl) => run_behind_transfers(&device, |work| {
+                nccl.all_gather(&from, &to, work.launch.stream())
+            }),
+            Group::Copies(copies) => copies.gather(&device, &from, &to),
+        }
         Ok(all)
     }
 
     fn start_sum(group: &Group, at: usize, x: T<2>) -> Started {
         let from = packed(x);
-        let device = from.device();
-        let view = matrix(&from);
-        if let Some(copies) = &group.copies {
-            let turn = copies.start(&device, at, |rank| {
-                let rows = view.rows / group.nccl.ranks();
-                view.row_range(rank * rows..(rank + 1) * rows)
-            });
-            return Started { from, to: To::Sum(turn) };
+        let (device, view) = (from.device(), matrix(&from));
+        match group {
+            Group::Copies(copies) => {
+                let rows = view.rows / copies.ranks();
+                let part = |rank: usize| view.row_range(rank * rows..(rank + 1) * rows);
+                let turn = copies.start(&device, at, part);
+                Started { from, to: To::Sum(copies.clone(), turn) }
+            }
+            Group::Nccl(nccl) => {
+                let own = group.own_rows(&from);
+                let (to, nccl) = (matrix(&own), nccl.clone());
+                let enqueue = Box::new(move |stream: &_| nccl.reduce_scatter(&to, &view, stream));
+                transfer(&device, [Transfer { bytes: view.bytes(), enqueue }]);
+                Started { from, to: To::Nccl(own) }
+            }
         }
-        let own = own_rows(group, &from);
-        let (to, nccl) = (matrix(&own), group.nccl.clone());
-        let enqueue = Box::new(move |stream: &_| nccl.reduce_scatter(&to, &view, stream));
-        transfer(&device, [Transfer { bytes: view.bytes(), enqueue }]);
-        Started { from, to: To::Nccl(own) }
     }
 
     fn start_gather(group: &Group, at: usize, x: T<2>) -> Started {
         let from = packed(x);
-        let device = from.device();
-        let view = matrix(&from);
-        if let Some(copies) = &group.copies {
-            let turn = copies.start(&device, at, |_| view);
-            return Started { from, to: To::Gather(turn) };
+        let (device, view) = (from.device(), matrix(&from));
+        match group {
+            Group::Copies(copies) => {
+                let turn = copies.start(&device, at, |_| view);
+                Started { from, to: To::Gather(copies.clone(), turn) }
+            }
+            Group::Nccl(nccl) => {
+                let all = group.all_rows(&from);
+                let (to, nccl) = (matrix(&all), nccl.clone());
+                let enqueue = Box::new(move |stream: &_| nccl.all_gather(&view, &to, stream));
+                transfer(&device, [Transfer { bytes: view.bytes(), enqueue }]);
+                Started { from, to: To::Nccl(all) }
+            }
         }
-        let all = everybodys(group, &from);
-        let (to, nccl) = (matrix(&all), group.nccl.clone());
-        let enqueue = Box::new(move |stream: &_| nccl.all_gather(&view, &to, stream));
-        transfer(&device, [Transfer { bytes: view.bytes(), enqueue }]);
-        Started { from, to: To::Nccl(all) }
     }
 
     fn finish(group: &Group, Started { from, to }: Started) -> Result<T<2>, ExchangeError> {
-        let device = from.device();
-        let Some(copies) = &group.copies else {
-            run_behind_transfers(&device, |_| Ok(()));
-            let To::Nccl(made) = to else { unreachable!("started without copies") };
-            return Ok(made);
-        };
-        let view = matrix(&from);
+        let (device, view) = (from.device(), matrix(&from));
         match to {
-            To::Nccl(_) => unreachable!("started with copies"),
-            To::Sum(turn) => {
-                let own = own_rows(group, &from);
+            To::Nccl(made) => {
+                run_behind_transfers(&device, |_| Ok(()));
+                Ok(made)
+            }
+            To::Sum(copies, turn) => {
+                let own = group.own_rows(&from);
                 let sum = matrix(&own);
                 let first = copies.rank() * sum.rows;
                 let parts = RankParts {
                     own: view.row_range(first..first + sum.rows),
-                    received: copies.received(turn.at),
+                    received: copies.received(turn),
                     rank: copies.rank(),
-                    ranks: group.nccl.ranks(),
+                    ranks: copies.ranks(),
                 };
                 copies
                     .finish(&device, turn, |work| work.launch.add_parts(&sum, &parts, None, true));
                 Ok(own)
             }
-            To::Gather(turn) => {
-                let all = everybodys(group, &from);
+            To::Gather(copies, turn) => {
+                let all = group.all_rows(&from);
                 let whole = matrix(&all);
-                let received = DeviceMatrix { address: copies.received(turn.at), ..whole };
+                let received = DeviceMatrix { address: copies.received(turn), ..whole };
                 let first = copies.rank() * view.rows;
                 let last = first + view.rows;
                 copies.finish(&device, turn, |work| {
@@ -188,16 +247,4 @@ impl ExchangeOps for Cuda {
             }
         }
     }
-}
-
-/// Room for this process's rows of `x`.
-fn own_rows(group: &Group, x: &T<2>) -> T<2> {
-    let [rows, width] = x.dims();
-    empty([rows / group.nccl.ranks(), width], (&x.device(), x.dtype()))
-}
-
-/// Room for the rows of all processes, of which `x` has one's.
-fn everybodys(group: &Group, x: &T<2>) -> T<2> {
-    let [rows, width] = x.dims();
-    empty([rows * group.nccl.ranks(), width], (&x.device(), x.dtype()))
 }
