@@ -75,38 +75,51 @@ if [ "$part" != several ]; then
     for name in cuda-bf16 lk noise; do continued $name; done
 fi
 
-# world SIZE NAME FLAGS...: one process a GPU, as torchrun starts them.
-world() {
-    local size=$1 name=$2 rank pids=()
-    shift 2
+# processes SIZE COMMAND...: as torchrun starts them, one a GPU as long as there are enough; all but
+# the first, whose place is given to `step` below, in the background.
+processes() {
+    local size=$1 rank
+    shift
+    pids=()
     for ((rank = 1; rank < size; rank++)); do
-        RANK=$rank WORLD_SIZE=$size LOCAL_RANK=$rank MASTER_ADDR=127.0.0.1 MASTER_PORT=29517 timeout 240 \
-            "$bin/trainer" fit "${fit[@]}" --dataset "$work/data-bf16" --run-dir "$work/$name" --device cuda "$@" \
-            >"$logs/$name-rank-$rank.log" 2>&1 &
+        RANK=$rank WORLD_SIZE=$size LOCAL_RANK=$((rank % gpus)) timeout 240 "$@" >"$logs/rank-$rank.log" 2>&1 &
         pids+=($!)
     done
-    RANK=0 WORLD_SIZE=$size LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29517 train "$name" bf16 --device cuda "$@"
-    for pid in "${pids[@]}"; do wait "$pid" || { failed=1; tail -3 "$logs/$name-rank-"*.log; }; done
 }
-if [ "$part" != several ]; then
-    step "exchange of one" 60 sum "$bin/trainer" check --exchange --device cuda --compute bf16
-fi
-if [ "$gpus" -ge 2 ] && [ "$part" != one ]; then
-    for ((rank = 1; rank < gpus; rank++)); do
-        RANK=$rank WORLD_SIZE=$gpus LOCAL_RANK=$rank MASTER_ADDR=127.0.0.1 MASTER_PORT=29517 timeout 60 \
-            "$bin/trainer" check --exchange --device cuda --compute bf16 >"$logs/exchange-$rank.log" 2>&1 &
-    done
-    RANK=0 WORLD_SIZE=$gpus LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29517 \
-        step "exchange of $gpus" 60 gather "$bin/trainer" check --exchange --device cuda --compute bf16
-    wait
-    fit+=(--accumulate 2)
-    train one-f32 bf16 --device cuda --compute f32
-    world 2 two-f32 --compute f32
-    compare two-f32 one-f32 0.001
-    train one-bf16 bf16 --device cuda
-    world 2 two-bf16
-    compare two-bf16 one-bf16 0.01
-fi
+export MASTER_ADDR=127.0.0.1 MASTER_PORT=29517
+# all PATTERN SIZE NAME COMMAND...: every process has to end well.
+all() {
+    local pattern=$1 size=$2 name=$3 pid
+    shift 3
+    processes "$size" "$@"
+    RANK=0 WORLD_SIZE=$size LOCAL_RANK=0 step "$name" 240 "$pattern" "$@"
+    for pid in "${pids[@]}"; do wait "$pid" || { failed=1; tail -3 "$logs"/rank-*.log; }; done
+}
+# exchange WAY SIZE
+exchange() {
+    all gather "$2" "exchange by $1 of $2" "$bin/trainer" check --exchange "$1" --device cuda --compute bf16
+}
+# together WAY NAME FLAGS...: two processes
+together() {
+    local way=$1 name=$2
+    shift 2
+    all 'acceptance length' 2 "fit $name" "$bin/trainer" fit "${fit[@]}" --accumulate 2 --exchange "$way" \
+        --dataset "$work/data-bf16" --run-dir "$work/$name" --device cuda "$@"
+}
+# Copies need no GPU for each process; NCCL does.
+ways=()
+[ "$part" != several ] && ways+=(copies)
+[ "$gpus" -ge 2 ] && [ "$part" != one ] && ways=(copies nccl)
+train one-f32 bf16 --device cuda --compute f32 --accumulate 2
+train one-bf16 bf16 --device cuda --accumulate 2
+for way in "${ways[@]}"; do
+    exchange $way 2
+    { [ $way = copies ] || [ "$gpus" -ge 3 ]; } && exchange $way 3
+    together $way two-f32-$way --compute f32
+    compare two-f32-$way one-f32 0.001
+    together $way two-bf16-$way
+    compare two-bf16-$way one-bf16 0.01
+done
 
 finish
 exit $failed

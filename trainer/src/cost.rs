@@ -3,10 +3,10 @@
 
 use crate::batch::BatchTokens;
 use crate::draft::{AttentionConfig, DraftConfig};
-use crate::exchange::own_rows;
 use crate::masks::{Documents, RowPlan};
 use crate::ops::Activations;
 use crate::plan::{distinct, given_tokens};
+use crate::shards::own_rows;
 
 /// One product of the step, over all steps of the draft.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -114,7 +114,8 @@ pub struct Keeping {
 /// Bytes on the device of one process that a run needs at its peak, by what they are for.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MemoryPlan {
-    /// Parameters as computed with, and their gradients.
+    /// Parameters as computed with, their gradients, and of several processes room for what the
+    /// others send of these.
     pub parameters: u64,
     /// f32 parameters and moments of the optimizer, and the average: of this process's rows.
     pub optimizer: u64,
@@ -166,7 +167,7 @@ impl MemoryPlan {
         let half = 2 * (first[0] + first[1]) + 2 * width;
         let batch = tokens * ((config.num_aux + 1) * width + half + 3 * inner + 4 * width);
         Self {
-            parameters: 2 * parameters * size,
+            parameters: (2 + u64::from(keeping.processes > 1)) * parameters * size,
             optimizer: own * kept,
             target: 2 * (config.vocab_size * width) as u64 * size,
             activations: rows * row as u64 * size,
@@ -279,10 +280,8 @@ mod tests {
         let alone = plan(1, false);
         let eight = plan(8, false);
         // Every size of this draft is a multiple of eight; the rest is each process's own.
-        assert_eq!(MemoryPlan { optimizer: 8 * eight.optimizer, ..eight }, alone);
-        assert_eq!(alone.total(Activations::Keep) - eight.total(Activations::Keep), {
-            alone.optimizer / 8 * 7
-        });
+        let (optimizer, parameters) = (8 * eight.optimizer, eight.parameters / 3 * 2);
+        assert_eq!(MemoryPlan { optimizer, parameters, ..eight }, alone);
         // Three do not divide the 7168 of the hidden size nor the 32,000 of the vocabulary.
         let shared = 7168 * 18432 * 2;
         assert_eq!(alone.optimizer - plan(3, false).optimizer, 12 * shared / 3 * 2);

@@ -29,6 +29,7 @@ mod plan;
 pub mod reduction;
 pub mod run_log;
 pub mod schedule;
+pub mod shards;
 pub mod target;
 pub mod tensors;
 pub mod trained;

@@ -6,9 +6,10 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::draft::{Eagle3Draft, Param};
-use crate::exchange::{Crossing, ExchangeError, ExchangeOps, Shards};
+use crate::exchange::{ExchangeError, ExchangeOps};
 use crate::ops::{AdamWState, AdamWStep, DraftOps};
 use crate::reduction::Summed;
+use crate::shards::{Crossing, Shards};
 
 /// A gradient or a moment for every parameter, in the order of [`Eagle3Draft::parameters`].
 pub type Named<B> = Vec<(String, Param<B>)>;

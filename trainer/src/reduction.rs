@@ -7,9 +7,10 @@ use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 
 use crate::draft::{Eagle3Draft, Param};
-use crate::exchange::{Crossing, ExchangeOps, Shards};
+use crate::exchange::ExchangeOps;
 use crate::ops::{Counting, HandOver};
 use crate::optimizer::GradientError;
+use crate::shards::{Crossing, Shards};
 
 /// This process's part of each summed gradient, in the order of [`Eagle3Draft::parameters`]; `None`
 /// for what is frozen.

@@ -13,10 +13,10 @@ use kernels::cuda::CudaError;
 use trainer::cost::{Keeping, MemoryPlan};
 use trainer::cuda::{Part, settle, start_timer, take_times, tensor_memory};
 use trainer::draft::ParamShapeError;
-use trainer::exchange::Shards;
 use trainer::ops::DraftGradients;
 use trainer::optimizer::{AdamW, AdamWConfig};
 use trainer::reduction::Reduction;
+use trainer::shards::Shards;
 use trainer::world::World;
 use trainer::{
     DraftOps, DraftVocabulary, Eagle3Draft, FrozenTarget, Param, TargetWeights, TrainBatch,

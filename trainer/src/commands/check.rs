@@ -89,9 +89,14 @@ pub(crate) fn run(args: &CheckArgs, out: &mut dyn Write) -> anyhow::Result<bool>
 
 fn exchange(args: &CheckArgs, way: Way, out: &mut dyn Write) -> anyhow::Result<bool> {
     let (place, dtype, world) = args.device.open_in_world(args.compute, "check")?;
+    // The last one is more than what crosses in one piece.
+    let sizes = [[1, 1], [3, 5], [7, 33], [64, 100], [2048, 512], [6000, 4000]];
     let list = match &place {
-        Place::Cpu => exchange::compare::<Flex>(&world, (&Default::default(), dtype, way)),
-        Place::Cuda(device) => exchange::compare::<Cuda>(&world, (device, dtype, way)),
+        Place::Cpu => {
+            let place = (&Default::default(), dtype, way);
+            exchange::compare::<Flex>(&world, &sizes[..5], place)
+        }
+        Place::Cuda(device) => exchange::compare::<Cuda>(&world, &sizes, (device, dtype, way)),
     };
     let list = list?;
     world.finish();

@@ -16,7 +16,7 @@ use crate::checkpoint::{
 use crate::collate::HostBatch;
 use crate::config::{FitConfig, LmHeadInit, MaskMode, NoiseKind};
 use crate::draft::Eagle3Draft;
-use crate::exchange::{ExchangeOps, Shards};
+use crate::exchange::ExchangeOps;
 use crate::input::{InputOps, RoomOf};
 use crate::loader::{Loader, LoaderState};
 use crate::metrics::TttMetrics;
@@ -25,6 +25,7 @@ use crate::optimizer::{AdamW, AdamWConfig, Kept, Named};
 use crate::reduction::Reduction;
 use crate::run_log::{Record, put_depths};
 use crate::schedule::Schedule;
+use crate::shards::Shards;
 use crate::tensors::{HostTensor, TensorFile};
 use crate::ttt::{TttError, TttOptions, step_rows, ttt_step};
 use crate::watch::{Phase, Watch};

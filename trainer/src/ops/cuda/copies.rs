@@ -12,7 +12,7 @@ use kernels::cuda::{
 };
 
 use super::engine::{Transfer, Work, run_behind_transfers, transfer};
-use super::exchange::fault;
+use super::exchange::refused;
 use crate::exchange::{Crossings, ExchangeError, Way};
 use crate::ops::DeviceFault;
 use crate::world::World;
@@ -223,7 +223,7 @@ fn reach(
     let handles = world.exchange(handle.map_or(Vec::new(), Vec::from))?;
     let handles: Vec<[u8; PEER_HANDLE_BYTES]> =
         handles.into_iter().filter_map(|handle| handle.try_into().ok()).collect();
-    let memory = made.map_err(fault)?;
+    let memory = made.map_err(refused)?;
     let complete = handles.len() == world.size();
     let opened = complete.then(|| memory.open(world.rank(), &handles)).and_then(Result::ok);
     let written = opened.and_then(|memory| greet(&memory, world, context).ok().map(|()| memory));
@@ -231,7 +231,7 @@ fn reach(
         return Ok(None);
     }
     let Some(memory) = written else { unreachable!("every process has written") };
-    let greeted = greeted(&memory, world, context).map_err(fault)?;
+    let greeted = greeted(&memory, world, context).map_err(refused)?;
     Ok((!world.any(!greeted)?).then_some(memory))
 }
 

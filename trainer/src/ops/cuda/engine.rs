@@ -151,13 +151,18 @@ fn cache_dir() -> Option<PathBuf> {
 
 /// Notes what went wrong unless something did before.
 pub(super) fn note(error: &CudaError) {
+    note_fault(fault(error));
+}
+
+/// An error of the driver or of a library in words, with its causes.
+pub(super) fn fault(error: &CudaError) -> DeviceFault {
     let mut message = error.to_string();
     let mut cause = std::error::Error::source(error);
     while let Some(next) = cause {
         message = format!("{message}: {next}");
         cause = next.source();
     }
-    note_fault(DeviceFault { message, exit_code: error.exit_code() });
+    DeviceFault { message, exit_code: error.exit_code() }
 }
 
 /// The same for a fault in words.

@@ -9,10 +9,9 @@ use kernels::cuda::{
 };
 
 use super::copies::{Copies, Turn};
-use super::engine::{Part, Transfer, run, run_behind_transfers, transfer};
+use super::engine::{Part, Transfer, fault, run, run_behind_transfers, transfer};
 use super::views::{T, empty, exclusive, in_rows, matrix};
 use crate::exchange::{Crossings, ExchangeError, ExchangeOps, Way};
-use crate::ops::DeviceFault;
 use crate::world::{World, WorldError};
 
 /// Connections with the GPUs of the other processes.
@@ -42,8 +41,8 @@ enum To {
     Gather(Arc<Copies>, Turn),
 }
 
-pub(super) fn fault(error: CudaError) -> ExchangeError {
-    DeviceFault { exit_code: error.exit_code(), message: error.to_string() }.into()
+pub(super) fn refused(error: CudaError) -> ExchangeError {
+    fault(&error).into()
 }
 
 /// The tensor itself if its rows lie end to end; else a copy.
@@ -83,7 +82,7 @@ impl Group {
 
 fn connect_nccl(world: &World) -> Result<Communicator, ExchangeError> {
     let own = match world.is_first() {
-        true => NcclId::new().map_err(fault)?.to_bytes().to_vec(),
+        true => NcclId::new().map_err(refused)?.to_bytes().to_vec(),
         false => Vec::new(),
     };
     let all = world.exchange(own)?;
@@ -95,7 +94,7 @@ fn connect_nccl(world: &World) -> Result<Communicator, ExchangeError> {
         found,
     })?;
     let place = [world.rank(), world.size()];
-    Communicator::connect(NcclId::from_bytes(id), place).map_err(fault)
+    Communicator::connect(NcclId::from_bytes(id), place).map_err(refused)
 }
 
 impl ExchangeOps for Cuda {
@@ -107,12 +106,12 @@ impl ExchangeOps for Cuda {
         device: &Self::Device,
         crossings: &Crossings,
     ) -> Result<Group, ExchangeError> {
-        let context = context(device.index).map_err(fault)?;
+        let context = context(device.index).map_err(refused)?;
         let bound = context.bind_to_thread().map_err(|source| CudaError::Driver {
             operation: "make the context current".to_owned(),
             source,
         });
-        bound.map_err(fault)?;
+        bound.map_err(refused)?;
         let copies = match crossings.way {
             Way::Nccl => None,
             Way::Auto | Way::Copies => Copies::connect(world, &context, crossings)?,
