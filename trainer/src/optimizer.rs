@@ -204,16 +204,18 @@ impl<B: DraftOps + ExchangeOps> AdamW<B> {
         self.step
     }
 
-    /// Clips the summed gradients to the global norm, updates moments and draft and returns the norm
-    /// before clipping. In place where nobody else holds the memory. Refuses gradients that are not
-    /// finite, changing nothing.
+    /// Clips the summed gradients to the global norm, updates moments and draft and returns the
+    /// norm before clipping. In place where nobody else holds the memory. Refuses gradients that
+    /// are not finite, changing nothing.
     pub fn update(
         &mut self,
         draft: &mut Eagle3Draft<B>,
-        gradients: Summed<B>,
+        mut gradients: Summed<B>,
         (rate, shards): (f64, &Shards<B>),
     ) -> Result<f64, GradientError> {
         check_order(draft, &gradients, shards)?;
+        let frozen = gradients.iter_mut().filter(|(name, _)| self.frozen == Some(name.as_str()));
+        frozen.for_each(|(_, gradient)| *gradient = None);
         B::on_device(&draft.device(), || self.checked_update(draft, gradients, (rate, shards)))
     }
 

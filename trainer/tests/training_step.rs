@@ -56,8 +56,8 @@ fn goldens_hold_row_sparse_and_dense() {
     }
 }
 
-/// Gradients of a golden step by parameter: those left at the end of the backward pass, and matrices
-/// that were handed over before, in that order, if asked for.
+/// Gradients of a golden step by parameter: those left at the end of the backward pass, and
+/// matrices that were handed over before, in that order, if asked for.
 fn gradients_of(case: &GoldenCase, early: bool) -> [Gradients; 2] {
     let device = Default::default();
     let draft = Eagle3Draft::<B>::tracked(&case.draft(&device).unwrap());

@@ -53,9 +53,9 @@ impl SharedStream {
         self.stream.wait(&self.before).map_err(wrong("wait for the context"))
     }
 
-    /// The second stream. What it is given between [`Self::begin`] and [`Self::end`] runs after what
-    /// was there at the beginning, beside what the first is given meanwhile; the next beginning
-    /// waits for both.
+    /// The second stream. What it is given between [`Self::begin`] and [`Self::end`] runs after
+    /// what was there at the beginning, beside what the first is given meanwhile; the next
+    /// beginning waits for both.
     pub fn beside(&self) -> Result<&CudaStream, CudaError> {
         self.beside.wait(&self.before).map_err(wrong("wait for the context"))?;
         Ok(&self.beside)

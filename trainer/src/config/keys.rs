@@ -106,8 +106,8 @@ pub const KEYS: &[Key] = &[
     key("train", "compute", Text, "f32, bf16, or auto: f32 on the CPU and bf16 on CUDA"),
     free(key("train", "activations", Text, "keep, recompute (gate and up of the MLP again in the \
         backward pass), or auto: by the memory of the device")),
-    free(key("train", "exchange", Text, "between GPUs: copies (copy engines, within a host), nccl, or \
-        auto: copies where every GPU can reach every other one")),
+    free(key("train", "exchange", Text, "between GPUs: copies (copy engines, within a host), nccl, \
+        or auto: copies where every GPU can reach every other one")),
     free(key("train", "step_deadline", Number, "seconds after which a step, an evaluation or a \
         checkpoint that has not gone on ends the process (exit code 75); 0 waits for ever")),
     free(key("checkpoint", "run_dir", Dir, "directory of the run: metrics and checkpoints")),

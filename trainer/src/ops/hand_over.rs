@@ -20,9 +20,10 @@ pub type Receiver<B> = Arc<dyn Fn(usize, Tensor<B, 2>) + Send + Sync>;
 /// A backend whose backward pass hands over gradients before it has ended.
 pub trait HandOver: AutodiffBackend {
     /// From now on, operations on these tensors, leaves of the graph, are counted; in the backward
-    /// pass `receiver` is given the gradient of each, with its number in the list, as soon as all of
-    /// them have added to it. It is missing in the result then. What goes on is the caller's thread,
-    /// under the locks of the graph: `receiver` must not use the graph or wait for another thread.
+    /// pass `receiver` is given the gradient of each, with its number in the list, as soon as all
+    /// of them have added to it. It is missing in the result then. `receiver` runs on the thread of
+    /// the backward pass under the locks of the graph: it must not use the graph or wait for
+    /// another thread.
     ///
     /// Operations of burn's own are not counted: a gradient that they add to afterwards is left in
     /// the result.
