@@ -79,13 +79,13 @@ pub trait ExchangeOps: Backend {
     fn gather(group: &Self::Group, x: Tensor<Self, 2>) -> Result<Tensor<Self, 2>, ExchangeError>;
 
     /// Starts to make this process's rows of the sum of `x [processes * n, w]`, a gradient of the
-    /// parameter number `at`. Waits for nobody; goes on beside what the device is given later.
+    /// parameter number `at`. Waits for nobody; may go on beside what the device is given later.
     fn start_sum(group: &Self::Group, at: usize, x: Tensor<Self, 2>) -> Self::Started;
 
     /// Starts [`Self::gather`] of the parameter number `at` in the same way.
     fn start_gather(group: &Self::Group, at: usize, x: Tensor<Self, 2>) -> Self::Started;
 
-    /// What was started, `[n, w]` or `[processes * n, w]`. In the order of the starts.
+    /// What was started, `[n, w]` or `[processes * n, w]`. All processes finish in the same order.
     fn finish(
         group: &Self::Group,
         started: Self::Started,
@@ -107,7 +107,7 @@ fn everybodys<B: Backend>(world: &World, x: &Tensor<B, 2>) -> Result<Vec<Vec<f32
     Ok(lists)
 }
 
-/// What is left to do at the end, where nothing goes on beside.
+/// What was asked for, and with which rows.
 #[derive(Debug)]
 pub enum Later<B: Backend> {
     /// This process's rows of a sum.

@@ -18,8 +18,8 @@ pub type Summed<B> = Vec<(String, Option<Param<B>>)>;
 
 /// Gradients of one optimizer step on their way to the processes that keep their moments.
 ///
-/// All processes exchange matrices in the same order, the last parameter first, which is about the
-/// order in which a backward pass completes them; then what is small.
+/// A matrix crosses as soon as it is handed over. All processes wait for them in the same order, the
+/// last parameter first, which is about that in which a backward pass completes them.
 #[derive(Debug)]
 pub struct Reduction<B: ExchangeOps> {
     shards: Shards<B>,
@@ -34,8 +34,6 @@ enum Progress<B: ExchangeOps> {
     Frozen,
     /// More may be added.
     Open(Option<Param<B>>),
-    /// Waits for those before it.
-    Complete(Param<B>),
     /// On its way.
     Started(Crossing<B>),
     /// Something was added after it was complete.
@@ -48,14 +46,18 @@ impl<B: Backend + ExchangeOps> Progress<B> {
             Self::Frozen => Self::Frozen,
             Self::Open(None) => Self::Open(Some(more)),
             Self::Open(Some(sum)) => Self::Open(Some(sum.plus(more))),
-            Self::Complete(_) | Self::Started(_) | Self::Late => Self::Late,
+            Self::Started(_) | Self::Late => Self::Late,
         };
     }
 
-    /// Nothing more comes; without anything it is what `nothing` says.
-    fn complete(&mut self, nothing: impl FnOnce() -> Param<B>) {
+    /// Nothing more comes: sends what there is, or what `nothing` says.
+    fn start(
+        &mut self,
+        nothing: impl FnOnce() -> Param<B>,
+        send: impl FnOnce(Param<B>) -> Crossing<B>,
+    ) {
         if let Self::Open(sum) = self {
-            *self = Self::Complete(sum.take().unwrap_or_else(nothing));
+            *self = Self::Started(send(sum.take().unwrap_or_else(nothing)));
         }
     }
 }
@@ -87,12 +89,10 @@ impl<B: ExchangeOps> Reduction<B> {
         let reduction = self.clone();
         let receiver = move |number: usize, gradient| {
             let mut progress = reduction.progress();
-            let Some(place) = places.get(number).and_then(|&at| progress.get_mut(at)) else {
-                return;
-            };
-            place.add(Param::Matrix(gradient));
-            place.complete(|| unreachable!("a gradient was added"));
-            reduction.start_complete(&mut progress);
+            let Some(&at) = places.get(number) else { return };
+            progress[at].add(Param::Matrix(gradient));
+            let nothing = || unreachable!("a gradient was added");
+            progress[at].start(nothing, |sum| reduction.shards.start_sum(at, sum));
         };
         (!leaves.is_empty()).then(|| A::hand_over(&leaves, Arc::new(receiver)))
     }
@@ -109,19 +109,13 @@ impl<B: ExchangeOps> Reduction<B> {
     /// This process's parts of the sums, `draft`'s gradients. What nothing was added to is zero.
     pub fn finish(&self, draft: &Eagle3Draft<B>) -> Result<Summed<B>, GradientError> {
         let mut progress = self.progress();
-        for (place, (_, param)) in progress.iter_mut().zip(draft.parameters()) {
-            place.complete(|| param.zeros_like());
+        for (at, (_, param)) in draft.parameters().into_iter().enumerate() {
+            progress[at].start(|| param.zeros_like(), |sum| self.shards.start_sum(at, sum));
         }
-        self.start_complete(&mut progress);
-        let undivided = (0..self.parameters.len()).filter(|&at| !self.crosses(at));
-        let order: Vec<usize> = self.crossing().chain(undivided).collect();
         let mut summed: Vec<Option<Param<B>>> = progress.iter().map(|_| None).collect();
-        for at in order {
+        for at in (0..summed.len()).rev() {
             summed[at] = match std::mem::replace(&mut progress[at], Progress::Late) {
                 Progress::Frozen => None,
-                Progress::Complete(gradient) => {
-                    Some(self.shards.finish_sum(self.shards.start_sum(at, gradient))?)
-                }
                 Progress::Started(crossing) => Some(self.shards.finish_sum(crossing)?),
                 Progress::Open(_) | Progress::Late => {
                     return Err(GradientError::Late { name: self.parameters[at].0.clone() });
@@ -135,36 +129,6 @@ impl<B: ExchangeOps> Reduction<B> {
     fn progress(&self) -> MutexGuard<'_, Vec<Progress<B>>> {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
-
-    fn crosses(&self, at: usize) -> bool {
-        self.shards.crosses(&self.parameters[at].1)
-    }
-
-    /// What crosses in parts, in the order of the starts: matrices, then the small vectors, whose
-    /// gradients nobody hands over early.
-    fn crossing(&self) -> impl Iterator<Item = usize> {
-        let of_dimensions = |count: usize| {
-            let places = (0..self.parameters.len()).rev();
-            places.filter(move |&at| self.parameters[at].1.len() == count && self.crosses(at))
-        };
-        of_dimensions(2).chain(of_dimensions(1))
-    }
-
-    /// Starts what is complete, as long as all before it are.
-    fn start_complete(&self, progress: &mut [Progress<B>]) {
-        for at in self.crossing() {
-            match std::mem::replace(&mut progress[at], Progress::Late) {
-                Progress::Complete(gradient) => {
-                    progress[at] = Progress::Started(self.shards.start_sum(at, gradient));
-                }
-                open @ Progress::Open(_) => {
-                    progress[at] = open;
-                    return;
-                }
-                other => progress[at] = other,
-            }
-        }
-    }
 }
 
 #[cfg(test)]
@@ -177,34 +141,33 @@ mod tests {
         Param::from_vec(vec![value], &[1], &Default::default())
     }
 
-    fn sum(progress: Progress<Flex>) -> Option<Vec<f32>> {
+    /// What was sent.
+    fn sent(mut progress: Progress<Flex>, nothing: f32) -> Option<Vec<f32>> {
+        progress.start(|| vector(nothing), Crossing::Waiting);
         match progress {
-            Progress::Complete(sum) => Some(sum.to_vec()),
+            Progress::Started(Crossing::Waiting(sum)) => Some(sum.to_vec()),
             _ => None,
         }
     }
 
     #[test]
-    fn gradients_add_up_until_they_are_complete() {
+    fn gradients_add_up_until_they_are_sent() {
         let mut progress = Progress::Open(None);
         progress.add(vector(2.0));
         progress.add(vector(3.0));
-        progress.complete(|| vector(100.0));
-        assert_eq!(sum(progress), Some(vec![5.0]));
-        let mut progress = Progress::Open(None);
-        progress.complete(|| vector(0.0));
-        assert_eq!(sum(progress), Some(vec![0.0]));
+        assert_eq!(sent(progress, 100.0), Some(vec![5.0]));
+        assert_eq!(sent(Progress::Open(None), 0.0), Some(vec![0.0]));
+        assert_eq!(sent(Progress::Frozen, 0.0), None);
     }
 
     #[test]
-    fn what_comes_after_the_end_is_found() {
+    fn what_comes_after_it_was_sent_is_found() {
         let mut progress = Progress::Open(None);
-        progress.complete(|| vector(1.0));
+        progress.start(|| vector(1.0), Crossing::Waiting);
         progress.add(vector(2.0));
         assert!(matches!(progress, Progress::Late));
         let mut frozen = Progress::Frozen;
         frozen.add(vector(2.0));
-        frozen.complete(|| vector(1.0));
         assert!(matches!(frozen, Progress::Frozen));
     }
 }

@@ -39,7 +39,7 @@ pub struct Copies {
 
 /// One use of a room.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Turn {
+pub struct Turn {
     /// Of which room.
     at: usize,
     number: u32,

@@ -1,5 +1,5 @@
-//! Exchange between GPUs: by copy engines where they reach, else through NCCL. What is started runs
-//! beside the device's other work. Knows no parameters.
+//! Exchange between GPUs: by copy engines where they reach, beside the device's other work, else
+//! through NCCL, in its order. Knows no parameters.
 
 use std::sync::Arc;
 
@@ -9,9 +9,9 @@ use kernels::cuda::{
 };
 
 use super::copies::{Copies, Turn};
-use super::engine::{Part, Transfer, fault, run, run_behind_transfers, transfer};
+use super::engine::{Part, Work, fault, run};
 use super::views::{T, empty, exclusive, in_rows, matrix};
-use crate::exchange::{Crossings, ExchangeError, ExchangeOps, Way};
+use crate::exchange::{Crossings, ExchangeError, ExchangeOps, Later, Way};
 use crate::world::{World, WorldError};
 
 /// Connections with the GPUs of the other processes.
@@ -25,20 +25,11 @@ pub enum Group {
 
 /// An exchange that was started.
 #[derive(Debug)]
-pub struct Started {
-    /// Read until the end.
-    from: T<2>,
-    to: To,
-}
-
-#[derive(Debug)]
-enum To {
-    /// Written by NCCL.
-    Nccl(T<2>),
-    /// The others' copies add up with this process's rows.
-    Sum(Arc<Copies>, Turn),
-    /// The others' copies lie beside this process's rows.
-    Gather(Arc<Copies>, Turn),
+pub enum Started {
+    /// Left to NCCL: beside products its kernels cost more than they save (docs/adr/0010).
+    Nccl(Later<Cuda>),
+    /// Parts of the first tensor are on their way, and the others' come.
+    Copies(Later<Cuda>, Turn),
 }
 
 pub(super) fn refused(error: CudaError) -> ExchangeError {
@@ -136,7 +127,8 @@ impl ExchangeOps for Cuda {
             Group::Nccl(nccl) => {
                 let x = packed(exclusive(x));
                 let view = matrix(&x);
-                run_behind_transfers(&device, |work| nccl.all_reduce(&view, work.launch.stream()));
+                let sum = |work: &mut Work<'_>| nccl.all_reduce(&view, work.launch.stream());
+                run(&device, Part::Exchange, sum);
                 Ok(x)
             }
             Group::Copies(copies) => {
@@ -161,7 +153,7 @@ impl ExchangeOps for Cuda {
         let all = group.all_rows(&x);
         let (device, from, to) = (x.device(), matrix(&x), matrix(&all));
         match group {
-            Group::Nccl(nccl) => run_behind_transfers(&device, |work| {
+            Group::Nccl(nccl) => run(&device, Part::Exchange, |work| {
                 nccl.all_gather(&from, &to, work.launch.stream())
             }),
             Group::Copies(copies) => copies.gather(&device, &from, &to),
@@ -171,52 +163,44 @@ impl ExchangeOps for Cuda {
 
     fn start_sum(group: &Group, at: usize, x: T<2>) -> Started {
         let from = packed(x);
-        let (device, view) = (from.device(), matrix(&from));
         match group {
+            Group::Nccl(_) => Started::Nccl(Later::Sum(from)),
             Group::Copies(copies) => {
+                let view = matrix(&from);
                 let rows = view.rows / copies.ranks();
                 let part = |rank: usize| view.row_range(rank * rows..(rank + 1) * rows);
-                let turn = copies.start(&device, at, part);
-                Started { from, to: To::Sum(copies.clone(), turn) }
-            }
-            Group::Nccl(nccl) => {
-                let own = group.own_rows(&from);
-                let (to, nccl) = (matrix(&own), nccl.clone());
-                let enqueue = Box::new(move |stream: &_| nccl.reduce_scatter(&to, &view, stream));
-                transfer(&device, [Transfer { bytes: view.bytes(), enqueue }]);
-                Started { from, to: To::Nccl(own) }
+                let turn = copies.start(&from.device(), at, part);
+                Started::Copies(Later::Sum(from), turn)
             }
         }
     }
 
     fn start_gather(group: &Group, at: usize, x: T<2>) -> Started {
         let from = packed(x);
-        let (device, view) = (from.device(), matrix(&from));
         match group {
+            Group::Nccl(_) => Started::Nccl(Later::Gather(from)),
             Group::Copies(copies) => {
-                let turn = copies.start(&device, at, |_| view);
-                Started { from, to: To::Gather(copies.clone(), turn) }
-            }
-            Group::Nccl(nccl) => {
-                let all = group.all_rows(&from);
-                let (to, nccl) = (matrix(&all), nccl.clone());
-                let enqueue = Box::new(move |stream: &_| nccl.all_gather(&view, &to, stream));
-                transfer(&device, [Transfer { bytes: view.bytes(), enqueue }]);
-                Started { from, to: To::Nccl(all) }
+                let view = matrix(&from);
+                let turn = copies.start(&from.device(), at, |_| view);
+                Started::Copies(Later::Gather(from), turn)
             }
         }
     }
 
-    fn finish(group: &Group, Started { from, to }: Started) -> Result<T<2>, ExchangeError> {
-        let (device, view) = (from.device(), matrix(&from));
-        match to {
-            To::Nccl(made) => {
-                run_behind_transfers(&device, |_| Ok(()));
-                Ok(made)
+    fn finish(group: &Group, started: Started) -> Result<T<2>, ExchangeError> {
+        match (group, started) {
+            (Group::Nccl(_), Started::Nccl(Later::Gather(x))) => Self::gather(group, x),
+            (Group::Nccl(nccl), Started::Nccl(Later::Sum(x))) => {
+                let own = group.own_rows(&x);
+                let (to, from) = (matrix(&own), matrix(&x));
+                run(&x.device(), Part::Exchange, |work| {
+                    nccl.reduce_scatter(&to, &from, work.launch.stream())
+                });
+                Ok(own)
             }
-            To::Sum(copies, turn) => {
+            (Group::Copies(copies), Started::Copies(Later::Sum(from), turn)) => {
                 let own = group.own_rows(&from);
-                let sum = matrix(&own);
+                let (sum, view) = (matrix(&own), matrix(&from));
                 let first = copies.rank() * sum.rows;
                 let parts = RankParts {
                     own: view.row_range(first..first + sum.rows),
@@ -224,17 +208,18 @@ impl ExchangeOps for Cuda {
                     rank: copies.rank(),
                     ranks: copies.ranks(),
                 };
-                copies
-                    .finish(&device, turn, |work| work.launch.add_parts(&sum, &parts, None, true));
+                copies.finish(&from.device(), turn, |work| {
+                    work.launch.add_parts(&sum, &parts, None, true)
+                });
                 Ok(own)
             }
-            To::Gather(copies, turn) => {
+            (Group::Copies(copies), Started::Copies(Later::Gather(from), turn)) => {
                 let all = group.all_rows(&from);
-                let whole = matrix(&all);
+                let (whole, view) = (matrix(&all), matrix(&from));
                 let received = DeviceMatrix { address: copies.received(turn), ..whole };
                 let first = copies.rank() * view.rows;
                 let last = first + view.rows;
-                copies.finish(&device, turn, |work| {
+                copies.finish(&from.device(), turn, |work| {
                     work.launch.copy(&whole.row_range(first..last), &view)?;
                     for others in [0..first, last..whole.rows] {
                         let rows = received.row_range(others.clone());
@@ -244,6 +229,7 @@ impl ExchangeOps for Cuda {
                 });
                 Ok(all)
             }
+            _ => unreachable!("finished by the group that started it"),
         }
     }
 }
