@@ -18,8 +18,8 @@ pub type Summed<B> = Vec<(String, Option<Param<B>>)>;
 
 /// Gradients of one optimizer step on their way to the processes that keep their moments.
 ///
-/// A matrix crosses as soon as it is handed over. All processes wait for them in the same order, the
-/// last parameter first, which is about that in which a backward pass completes them.
+/// A matrix crosses as soon as it is handed over. All processes wait for them in the same order,
+/// the last parameter first, which is about that in which a backward pass completes them.
 #[derive(Debug)]
 pub struct Reduction<B: ExchangeOps> {
     shards: Shards<B>,
