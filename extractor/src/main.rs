@@ -6,7 +6,9 @@ use std::io::{BufWriter, IsTerminal, Write};
 use std::process::ExitCode;
 
 use clap::{Parser, ValueEnum};
-use commands::{audit, bench, check, config, import, inspect, plan, query, rebuild, run, seal};
+use commands::{
+    audit, bench, check, config, import, inspect, plan, query, rebuild, retry, run, seal,
+};
 use extractor::shutdown::EXIT_STOPPED;
 use extractor::target::{EXIT_DIED, exit_at_once};
 use tracing_subscriber::EnvFilter;
@@ -39,6 +41,8 @@ enum Command {
     Audit(audit::AuditArgs),
     /// Make a lost manifest again from the shards.
     Rebuild(rebuild::RebuildArgs),
+    /// Make rejects pending again that lack of memory or a dying target was to blame for.
+    Retry(retry::RetryArgs),
     /// Make a finished data set read-only, one file without a log, fit for copying.
     Seal(seal::SealArgs),
     /// List what the manifest knows.
@@ -68,6 +72,7 @@ fn main() -> ExitCode {
         Command::Plan(args) => plan::run(args, &mut out),
         Command::Audit(args) => audit::run(args, &mut out),
         Command::Rebuild(args) => rebuild::run(args, &mut out),
+        Command::Retry(args) => retry::run(args, &mut out),
         Command::Seal(args) => seal::run(args, &mut out),
         Command::Query(args) => query::run(args, &mut out),
         Command::Inspect(args) => inspect::run(args, &mut out),

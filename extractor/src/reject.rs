@@ -140,6 +140,8 @@ reject_reasons! {
     NoLossMask = "no_loss_mask",
     /// The target died each time the sample was in its batch.
     TargetCrash = "target_crash",
+    /// The sample alone needs more memory than the target has.
+    OutOfMemory = "out_of_memory",
 }
 
 impl fmt::Display for RejectReason {

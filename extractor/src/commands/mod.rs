@@ -9,6 +9,7 @@ pub(crate) mod inspect;
 pub(crate) mod plan;
 pub(crate) mod query;
 pub(crate) mod rebuild;
+pub(crate) mod retry;
 pub(crate) mod run;
 pub(crate) mod seal;
 

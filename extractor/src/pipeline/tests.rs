@@ -180,6 +180,30 @@ fn a_sample_that_kills_three_times_becomes_a_reject_and_takes_no_other_with_it()
     assert!(reasons.contains("out of luck"), "{reasons}");
 }
 
+/// On a machine that has enough memory, or whose fault is mended.
+#[test]
+fn what_the_machine_was_to_blame_for_can_be_tried_again() {
+    let full = [on_rank_1(When::LargerThan(26), Kind::OutOfMemory)];
+    let poison = [on_rank_1(When::HasSequence(25), Kind::Panic)];
+    for (fault, reason, other) in
+        [(&full, "out_of_memory", "target_crash"), (&poison, "target_crash", "out_of_memory")]
+    {
+        let dir = tempfile::tempdir().unwrap();
+        while run_faulty(dir.path(), fault).is_err() {}
+        assert_eq!(lines(dir.path()), (7, 1, 0));
+        let forget = |reason: &str| {
+            let manifest = Manifest::open_existing(&dir.path().join("ds")).unwrap();
+            manifest.forget_rejects(&[reason]).unwrap()
+        };
+        assert_eq!(forget(other), 0);
+        assert_eq!(lines(dir.path()), (7, 1, 0));
+        assert_eq!(forget(reason), 1);
+        assert_eq!(lines(dir.path()), (7, 0, 1));
+        run_faulty(dir.path(), &[]).unwrap();
+        assert_eq!(lines(dir.path()), (8, 0, 0));
+    }
+}
+
 #[test]
 fn a_target_that_cannot_start_is_held_against_no_sample() {
     let dir = tempfile::tempdir().unwrap();

@@ -9,6 +9,7 @@ use std::thread::{Builder, Scope, ScopedJoinHandle};
 use shared::manifest::SourceRecord;
 
 use super::attempts::Part;
+use crate::reject::RejectReason;
 use crate::sink::{ShardSink, SinkError, Written};
 
 /// Batches that wait for the disk while another is written.
@@ -73,7 +74,8 @@ fn write(mut sink: ShardSink<'_>, work: &Receiver<Work>) -> Result<Written, Sink
                             capture.recycle();
                         }
                         Part::TooLarge(batch, words) => {
-                            sink.reject(&batch, &format!("out_of_memory: {words}"));
+                            let reason = RejectReason::OutOfMemory;
+                            sink.reject(&batch, &format!("{reason}: {words}"));
                         }
                     }
                 }

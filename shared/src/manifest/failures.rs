@@ -43,6 +43,29 @@ impl Manifest {
         })
     }
 
+    /// Makes lines pending again that were rejected for one of `reasons`, the word before the colon,
+    /// and forgets all deaths of the target; gives the number of lines.
+    pub fn forget_rejects(&self, reasons: &[&str]) -> Result<u64, ManifestError> {
+        self.writable()?;
+        self.with("forgetting rejects", async |conn| {
+            let mut transaction = conn.begin_with("BEGIN IMMEDIATE").await?;
+            let mut lines = 0;
+            for reason in reasons {
+                let forgotten = sqlx::query(
+                    "DELETE FROM source WHERE outcome = 'rejected' \
+                     AND substr(reason, 1, instr(reason, ':') - 1) = ?",
+                )
+                .bind(*reason)
+                .execute(&mut *transaction)
+                .await?;
+                lines += forgotten.rows_affected();
+            }
+            sqlx::query("DELETE FROM failure").execute(&mut *transaction).await?;
+            transaction.commit().await?;
+            Ok(lines)
+        })
+    }
+
     /// All samples at which the target has died.
     pub fn failures(&self) -> Result<HashMap<SampleId, Failure>, ManifestError> {
         self.with("reading failed batches", async |conn| {
