@@ -97,6 +97,16 @@ fn bad_lines_are_rejects_with_file_line_and_reason_and_the_rest_is_committed() {
     let lax = run(dir.path(), &bundled(), &prompts, &["--reject-limit", "0.7"]).expect_code(0);
     assert!(lax.stdout.contains("5 lines = 1 committed + 1 duplicate + 3 rejected"), "{lax:?}");
     extractor(dir.path(), &["audit", "ds", "--verify", "all"]).expect_code(0);
+    // The lines are to blame, so they are rejected again when they are asked for.
+    for (flags, pending) in [(&[][..], 0), (&["--reason", "bad_json,unknown_role"][..], 2)] {
+        let retry = extractor(dir.path(), &[&["retry", "ds"], flags].concat()).expect_code(0);
+        assert!(retry.stdout.contains(&format!("{pending} rejects are pending")), "{retry:?}");
+        assert!(retry.stdout.contains(&format!("+ {pending} pending")), "{retry:?}");
+    }
+    let again = run(dir.path(), &bundled(), &prompts, &["--reject-limit", "0.7"]).expect_code(0);
+    assert!(again.stdout.contains("1 duplicate + 3 rejected"), "{again:?}");
+    let unknown = extractor(dir.path(), &["retry", "ds", "--reason", "bad"]).expect_code(2);
+    assert!(unknown.stderr.contains("out_of_memory"), "{unknown:?}");
 }
 
 #[test]
