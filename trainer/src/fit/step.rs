@@ -208,7 +208,7 @@ where
         let world = self.shards.world().clone();
         let divisors = group_divisors(session, &group, &world)?;
         let options = TttOptions { divisors: Some(divisors.clone()), ..session.options.clone() };
-        let (gradients, mut metrics, tokens) = self.passes(session, group, &options)?;
+        let Passed { gradients, mut metrics, tokens } = self.passes(session, group, &options)?;
         let mut sums = metrics.sums();
         sums.push(tokens as f64);
         world.sum(&mut sums)?;
@@ -220,27 +220,30 @@ where
         Ok(StepOutcome { loss, metrics, grad_norm, rate, tokens })
     }
 
-    /// Forward and backward over the batches: their gradients, sums for metrics, tokens.
+    /// Forward and backward over the batches.
     fn passes(
         &self,
         session: &Session<B>,
         group: Vec<HostBatch<RoomOf<B>>>,
         options: &TttOptions,
-    ) -> Result<(Arc<Reduction<B::InnerBackend>>, TttMetrics, u64), FitError> {
+    ) -> Result<Passed<B::InnerBackend>, FitError> {
         let _alone = GRAPH.lock().unwrap_or_else(PoisonError::into_inner);
         let frozen = self.optimizer.frozen();
-        let reduction = Arc::new(Reduction::new(&self.draft, &self.shards, frozen));
-        let (mut metrics, mut tokens) = (TttMetrics::zeros(options.steps), 0);
+        let mut passed = Passed {
+            gradients: Arc::new(Reduction::new(&self.draft, &self.shards, frozen)),
+            metrics: TttMetrics::zeros(options.steps),
+            tokens: 0,
+        };
         let mut after = group.len();
         for host in group {
             after -= 1;
-            tokens += host.tokens.rows() as u64;
+            passed.tokens += host.tokens.rows() as u64;
             let samples = host.samples.clone();
             let [aux, last_hidden] = B::unpack(host.states, (&session.device, session.dtype));
             let aux = noisy::<B>(aux, &session.config, (self.step, &samples));
             let batch = TrainBatch::new(host.tokens, aux, last_hidden)?;
             let tracked = Eagle3Draft::<B>::tracked(&self.draft);
-            let _counting = if after == 0 { reduction.follow(&tracked) } else { None };
+            let _counting = if after == 0 { passed.gradients.follow(&tracked) } else { None };
             let mut output = ttt_step(&tracked, &session.frozen, &batch, options)?;
             // The backward pass goes to the device before the host waits for the loss.
             let mut back = output.backward();
@@ -253,11 +256,11 @@ where
                 let samples = samples.join(", ");
                 return Err(FitError::LossNotFinite { step: self.step, loss, samples });
             }
-            reduction.add(tracked.received(&mut back));
-            metrics.add(&sums);
+            passed.gradients.add(tracked.received(&mut back));
+            passed.metrics.add(&sums);
             self.watch.goes_on();
         }
-        Ok((reduction, metrics, tokens))
+        Ok(passed)
     }
 
     fn update(
@@ -390,6 +393,13 @@ fn noisy<B: Backend>(
     let noise = Tensor::<B, 2>::random(aux.dims(), distribution, (&device, DType::F32));
     let dtype = FloatDType::from(aux.dtype());
     aux + noise.cast(dtype)
+}
+
+/// What the passes over a group of batches gave.
+struct Passed<B: ExchangeOps> {
+    gradients: Arc<Reduction<B>>,
+    metrics: TttMetrics,
+    tokens: u64,
 }
 
 /// The optimizer's part of this process, and the draft to compute with.
