@@ -7,11 +7,15 @@ use burn::tensor::{FloatDType, Tensor, TensorData};
 use crate::batch::{BatchTokens, FrozenTarget, TargetWeights, TrainBatch};
 use crate::draft::{AttentionConfig, DraftConfig, DraftVocabulary, Eagle3Draft, Param};
 use crate::golden::{Difference, GoldenError, cosine};
-use crate::ops::DraftOps;
+use crate::losses::LossKind;
+use crate::ops::{DeviceFault, DistillRows, DraftOps, RowIndex, TeacherHead};
 use crate::ttt::{TttError, TttOptions, ttt_step};
 
 /// Rows of each document.
 const DOCUMENTS: [usize; 2] = [220, 164];
+/// States, steps and vocabulary of a head whose gradient is the sum of as many blocks as that of a
+/// batch of 4,096 tokens with the full vocabulary of Kimi-K2.5; and its width.
+const HEAD: [usize; 4] = [4096, 7, 65_536, 128];
 
 /// Gradients of a step, by parameter.
 pub(crate) fn gradients<B: AutodiffBackend + DraftOps>(
@@ -125,4 +129,51 @@ pub fn compare<B: AutodiffBackend + DraftOps>(
         &options,
     )?;
     Ok(turned(&exact, &rounded))
+}
+
+/// One less the cosine between the gradients of a large draft head and of its input in f32 and in
+/// `dtype`. Meant for GPUs: it is 1.4 TFLOP of products.
+pub fn compare_head<B: AutodiffBackend + DraftOps>(
+    dtype: FloatDType,
+    device: &B::Device,
+) -> Result<Vec<Difference>, DeviceFault> {
+    let exact = head_gradients::<B>(FloatDType::F32, device)?;
+    Ok(turned(&exact, &head_gradients::<B>(dtype, device)?))
+}
+
+fn head_gradients<B: AutodiffBackend + DraftOps>(
+    dtype: FloatDType,
+    device: &B::Device,
+) -> Result<Vec<(String, Vec<f32>)>, DeviceFault> {
+    let ([count, steps, vocab, width], mut random) = (HEAD, Random(5));
+    let mut matrix = |shape, spread| random.tensor::<B, 2>(shape, spread, device).cast(dtype);
+    let states = matrix([count, width], 1.0);
+    let hidden = matrix([steps * count, width], 1.0).require_grad();
+    let lm_head = matrix([vocab, width], 0.05).require_grad();
+    let teacher = TeacherHead {
+        norm: Tensor::ones([width], device),
+        norm_eps: 1e-5,
+        lm_head: matrix([vocab, width], 0.5),
+        draft_to_target: RowIndex::new((0..vocab as u32).collect(), device),
+    };
+    let rows = DistillRows {
+        states: (0..steps * count).map(|row| (row / steps) as u32).collect(),
+        weights: vec![1.0 / count as f32; steps * count],
+        loss: LossKind::SoftCrossEntropy,
+        states_at_once: B::TEACHER_ROWS,
+    };
+    let made = B::distill(hidden.clone(), lm_head.clone(), states, &teacher, &rows);
+    let mut gradients = made.loss.backward();
+    if let Some(fault) = B::fault(device) {
+        return Err(fault);
+    }
+    // One that is missing is at no angle that would be allowed.
+    let mut values = |leaf: &Tensor<B, 2>| {
+        let gradient = leaf.grad_remove(&mut gradients);
+        gradient.map_or(vec![f32::NAN], |gradient| Param::Matrix(gradient).to_vec())
+    };
+    Ok(vec![
+        ("hidden of a large head".to_owned(), values(&hidden)),
+        ("a large lm_head".to_owned(), values(&lm_head)),
+    ])
 }

@@ -43,8 +43,8 @@ impl Manifest {
         })
     }
 
-    /// Makes lines pending again that were rejected for one of `reasons`, the word before the colon,
-    /// and forgets all deaths of the target; gives the number of lines.
+    /// Makes lines pending again that were rejected for one of `reasons`, the word before the
+    /// colon, and forgets all deaths of the target; gives the number of lines.
     pub fn forget_rejects(&self, reasons: &[&str]) -> Result<u64, ManifestError> {
         self.writable()?;
         self.with("forgetting rejects", async |conn| {
