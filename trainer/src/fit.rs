@@ -96,11 +96,14 @@ where
     let run = RunDir::new(&config.checkpoint.run_dir);
     let first = world.is_first();
     let _lock = first.then(|| run.claim()).transpose()?;
+    watch.at(Phase::Data, 0);
     let dataset = ManifestDataset::open(&config.data.dataset)?;
     check_start(config, (&run, &dataset), (start, world))?;
     let kept = if start == Start::Resume { kept_vocab(&run)? } else { None };
-    let session = Session::<B>::over(dataset, config, (world.size(), kept), (device, dtype))?;
+    let given = (world.size(), kept, watch);
+    let session = Session::<B>::over(dataset, config, given, (device, dtype))?;
     // Each reads the data set in its own time; from here on they go together.
+    watch.rest();
     world.from_first(0.0)?;
     watch.at(Phase::Start, 0);
     let mut state = TrainState::start(&session, &run, (start, world))?;

@@ -13,6 +13,8 @@ const LOOKS: u32 = 20;
 /// What a run is doing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
+    /// Reading the manifest and the tokens of all samples.
+    Data,
     /// Meeting the other GPUs, loading weights.
     Start,
     /// Reading batches and training on them.
@@ -26,9 +28,10 @@ pub enum Phase {
 /// A run that stands still.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{} has not gone on for {seconds} s: a GPU, the way to another one, or a disk hangs; `trainer \
-     fit --resume RUN` continues, with a longer --step-deadline if it is only slow",
-    place(self)
+    "{} has not gone on for {seconds} s: a GPU, the way to another one, or a disk hangs; {}, with \
+     a longer --step-deadline if it is only slow",
+    place(self),
+    remedy(self.phase)
 )]
 pub struct Standstill {
     /// What does not go on.
@@ -46,9 +49,19 @@ impl Standstill {
     }
 }
 
+fn remedy(phase: Phase) -> &'static str {
+    match phase {
+        Phase::Data | Phase::Start => "nothing was begun: start again",
+        Phase::Step | Phase::Evaluation | Phase::Checkpoint => {
+            "`trainer fit --resume RUN` continues"
+        }
+    }
+}
+
 fn place(stands: &Standstill) -> impl fmt::Display {
     let step = stands.step;
     match stands.phase {
+        Phase::Data => "reading the data set".to_owned(),
         Phase::Start => "the start".to_owned(),
         Phase::Step => format!("step {step}"),
         Phase::Evaluation => format!("the evaluation after step {step}"),
@@ -164,5 +177,8 @@ mod tests {
         assert!(step.starts_with("step 12 has not gone on for 600 s"), "{step}");
         assert!(step.contains("--resume") && step.contains("--step-deadline"), "{step}");
         assert!(words(Phase::Evaluation).starts_with("the evaluation after step 12"));
+        let data = words(Phase::Data);
+        assert!(data.starts_with("reading the data set has not gone on"), "{data}");
+        assert!(data.contains("start again") && !data.contains("--resume"), "{data}");
     }
 }

@@ -69,27 +69,28 @@ where
     /// Opens the data set and everything that follows from it and the settings.
     pub fn open(config: &FitConfig, place: (&B::Device, FloatDType)) -> Result<Self, FitError> {
         let dataset = ManifestDataset::open(&config.data.dataset)?;
-        Self::over(dataset, config, (1, None), place)
+        Self::over(dataset, config, (1, None, &Watch::default()), place)
     }
 
     /// The same for one of `processes` processes, of a data set that is open already. Of a run that
     /// continues on the same samples, whose tokens need not be counted again, the vocabulary is
-    /// `kept`.
+    /// `kept`. `watch` is told of every sample read.
     pub(super) fn over(
         dataset: ManifestDataset,
         config: &FitConfig,
-        (processes, kept): (usize, Option<VocabMap>),
+        (processes, kept, watch): (usize, Option<VocabMap>, &Watch),
         (device, dtype): (&B::Device, FloatDType),
     ) -> Result<Self, FitError> {
         let dataset = Arc::new(dataset.with_verify(config.data.verify));
         let head = TargetHead::load(&dataset.dir().target())?;
+        watch.goes_on();
         check_layers(&dataset, &head.config)?;
         let split = split(&dataset, config)?;
         let num_aux = dataset.spec().layers.len() - 1;
         let draft = head.config.draft_config(&config.draft, num_aux)?;
         let vocab = match kept {
             Some(vocab) => vocab,
-            None => build_vocab(&dataset, &split.train, &draft, (config, &head.config))?,
+            None => build_vocab((&dataset, &split.train, watch), &draft, (config, &head.config))?,
         };
         tracing::info!(
             "{} samples to train on, {} held out; draft vocabulary {} of {} covers {:.2} % of \
@@ -101,6 +102,7 @@ where
             100.0 * vocab.coverage(),
         );
         let golden = golden(&dataset, &split, &head)?;
+        watch.goes_on();
         let plan = loader_plan(config, &split);
         let train = &config.train;
         let total_steps = plan.total_steps(&dataset, train.accumulate, train.max_steps);
@@ -281,8 +283,7 @@ fn split(dataset: &ManifestDataset, config: &FitConfig) -> Result<Split, FitErro
 }
 
 fn build_vocab(
-    dataset: &ManifestDataset,
-    train: &[usize],
+    (dataset, train, watch): (&ManifestDataset, &[usize], &Watch),
     draft: &DraftConfig,
     (config, target): (&FitConfig, &TargetConfig),
 ) -> Result<VocabMap, FitError> {
@@ -295,6 +296,7 @@ fn build_vocab(
     for &at in train {
         let sample = reader.read_tokens(at)?;
         counts.add(sample.input_ids(), sample.loss_mask())?;
+        watch.goes_on();
     }
     let mut forced = target.eos_token_ids();
     forced.extend(target.bos_token_id());
