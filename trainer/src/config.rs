@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 pub use self::sources::{ConfigError, FieldChange, Origin, Override, Resolved};
 use crate::dataset::Verify;
-use crate::exchange::Way;
+use crate::exchange::Transport;
 use crate::schedule::Decay;
 
 /// Settings of `trainer fit`.
@@ -264,7 +264,7 @@ pub struct TrainSection {
     /// What the backward pass finds of the forward pass.
     pub activations: ActivationPolicy,
     /// How gradients and parameters cross between the GPUs of a run.
-    pub exchange: Way,
+    pub exchange: Transport,
     /// Seconds after which a step, an evaluation or a checkpoint that has not gone on ends the
     /// process; 0 waits for ever.
     pub step_deadline: u64,
@@ -298,7 +298,7 @@ impl Default for TrainSection {
             ema: 0.0,
             compute: Compute::Auto,
             activations: ActivationPolicy::Auto,
-            exchange: Way::Auto,
+            exchange: Transport::Auto,
             step_deadline: 600,
         }
     }

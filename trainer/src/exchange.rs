@@ -38,8 +38,8 @@ impl ExchangeError {
 /// How gradients and parameters cross between GPUs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Way {
-    /// [`Way::Copies`] where every GPU can reach every other one, else [`Way::Nccl`].
+pub enum Transport {
+    /// [`Transport::Copies`] where every GPU can reach every other one, else [`Transport::Nccl`].
     #[default]
     Auto,
     /// By NCCL's kernels, over any network.
@@ -50,9 +50,9 @@ pub enum Way {
 
 /// What will cross again and again.
 #[derive(Clone, Debug, Default)]
-pub struct Crossings {
+pub struct TransferPlan {
     /// How.
-    pub way: Way,
+    pub transport: Transport,
     /// Bytes of each parameter that crosses in parts; 0 for others.
     pub bytes: Vec<usize>,
 }
@@ -69,7 +69,7 @@ pub trait ExchangeOps: Backend {
     fn join(
         world: &World,
         device: &Self::Device,
-        crossings: &Crossings,
+        plan: &TransferPlan,
     ) -> Result<Self::Group, ExchangeError>;
 
     /// The sum of `x [n, w]` over all processes.
@@ -120,7 +120,7 @@ impl ExchangeOps for Flex {
     type Group = World;
     type Started = Later<Self>;
 
-    fn join(world: &World, _: &Self::Device, _: &Crossings) -> Result<World, ExchangeError> {
+    fn join(world: &World, _: &Self::Device, _: &TransferPlan) -> Result<World, ExchangeError> {
         Ok(world.clone())
     }
 
@@ -162,12 +162,12 @@ impl ExchangeOps for Flex {
 pub fn compare<B: ExchangeOps>(
     world: &World,
     sizes: &[[usize; 2]],
-    (device, dtype, way): (&B::Device, FloatDType, Way),
+    (device, dtype, transport): (&B::Device, FloatDType, Transport),
 ) -> Result<Vec<Difference>, ExchangeError> {
     let (own, ranks) = (world.rank(), world.size());
     let bytes = |&[rows, width]: &[usize; 2]| ranks * rows * width * DType::from(dtype).size();
-    let crossings = Crossings { way, bytes: sizes.iter().map(bytes).collect() };
-    let group = B::join(world, device, &crossings)?;
+    let plan = TransferPlan { transport, bytes: sizes.iter().map(bytes).collect() };
+    let group = B::join(world, device, &plan)?;
     let round = Cell::new(0);
     let value = |rank: usize, at: usize| ((at * 7 + rank * 5 + round.get() * 3) % 16) as f32;
     let matrix = |shape: [usize; 2]| -> Tensor<B, 2> {

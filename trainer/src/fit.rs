@@ -97,11 +97,7 @@ where
     let first = world.is_first();
     let _lock = first.then(|| run.claim()).transpose()?;
     watch.at(Phase::Data, 0);
-    let dataset = ManifestDataset::open(&config.data.dataset)?;
-    check_start(config, (&run, &dataset), (start, world))?;
-    let kept = if start == Start::Resume { kept_vocab(&run)? } else { None };
-    let given = (world.size(), kept, watch);
-    let session = Session::<B>::over(dataset, config, given, (device, dtype))?;
+    let session = open::<B>(config, &run, (start, world, watch), (device, dtype))?;
     // Each reads the data set in its own time; from here on they go together.
     watch.rest();
     world.from_first(0.0)?;
@@ -171,6 +167,23 @@ where
         best: run.checkpoint(state.best.map_or(state.step, |best| best.step)),
         acceptance_length: state.best.map(|best| best.acceptance_length),
     })
+}
+
+/// The data set and what follows from it, if the run may start or go on with it.
+fn open<B>(
+    config: &FitConfig,
+    run: &RunDir,
+    (start, world, watch): (Start, &World, &Watch),
+    place: (&B::Device, FloatDType),
+) -> Result<Session<B>, FitError>
+where
+    B: HandOver + DraftOps + InputOps,
+    B::InnerBackend: DraftOps + ExchangeOps,
+{
+    let dataset = ManifestDataset::open(&config.data.dataset)?;
+    check_start(config, (run, &dataset), (start, world))?;
+    let kept = if start == Start::Resume { kept_vocab(run)? } else { None };
+    Session::over(dataset, config, (world.size(), kept, watch), place)
 }
 
 /// Refuses what can be refused before any shard is read.

@@ -9,7 +9,7 @@ use crate::draft::{Eagle3Draft, Param};
 use crate::exchange::{ExchangeError, ExchangeOps};
 use crate::ops::{AdamWState, AdamWStep, DraftOps};
 use crate::reduction::Summed;
-use crate::shards::{Crossing, Shards};
+use crate::shards::{InFlight, Shards};
 
 /// A gradient or a moment for every parameter, in the order of [`Eagle3Draft::parameters`].
 pub type Named<B> = Vec<(String, Param<B>)>;
@@ -255,7 +255,7 @@ impl<B: DraftOps + ExchangeOps> AdamW<B> {
         draft: &mut Eagle3Draft<B>,
         gradients: Summed<B>,
         (step, shards): (&Step, &Shards<B>),
-    ) -> Vec<Crossing<B>> {
+    ) -> Vec<InFlight<B>> {
         let (first, second) = (std::mem::take(&mut self.first), std::mem::take(&mut self.second));
         let mut masters = self.masters.take().map(Vec::into_iter);
         let mut kept = masters.is_some().then(Vec::new);
@@ -281,7 +281,7 @@ impl<B: DraftOps + ExchangeOps> AdamW<B> {
             }
             sent.push(match trained {
                 true => shards.start_whole(at, done.param, &shape),
-                false => Crossing::Waiting(done.param),
+                false => InFlight::Waiting(done.param),
             });
             Param::Vector(nothing.clone())
         });

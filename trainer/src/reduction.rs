@@ -10,7 +10,7 @@ use crate::draft::{Eagle3Draft, Param};
 use crate::exchange::ExchangeOps;
 use crate::ops::{Counting, HandOver};
 use crate::optimizer::GradientError;
-use crate::shards::{Crossing, Shards};
+use crate::shards::{InFlight, Shards};
 
 /// This process's part of each summed gradient, in the order of [`Eagle3Draft::parameters`]; `None`
 /// for what is frozen.
@@ -35,7 +35,7 @@ enum Progress<B: ExchangeOps> {
     /// More may be added.
     Open(Option<Param<B>>),
     /// On its way.
-    Started(Crossing<B>),
+    Started(InFlight<B>),
     /// Something was added after it was complete.
     Late,
 }
@@ -54,7 +54,7 @@ impl<B: Backend + ExchangeOps> Progress<B> {
     fn start(
         &mut self,
         nothing: impl FnOnce() -> Param<B>,
-        send: impl FnOnce(Param<B>) -> Crossing<B>,
+        send: impl FnOnce(Param<B>) -> InFlight<B>,
     ) {
         if let Self::Open(sum) = self {
             *self = Self::Started(send(sum.take().unwrap_or_else(nothing)));
@@ -143,9 +143,9 @@ mod tests {
 
     /// What was sent.
     fn sent(mut progress: Progress<Flex>, nothing: f32) -> Option<Vec<f32>> {
-        progress.start(|| vector(nothing), Crossing::Waiting);
+        progress.start(|| vector(nothing), InFlight::Waiting);
         match progress {
-            Progress::Started(Crossing::Waiting(sum)) => Some(sum.to_vec()),
+            Progress::Started(InFlight::Waiting(sum)) => Some(sum.to_vec()),
             _ => None,
         }
     }
@@ -163,7 +163,7 @@ mod tests {
     #[test]
     fn what_comes_after_it_was_sent_is_found() {
         let mut progress = Progress::Open(None);
-        progress.start(|| vector(1.0), Crossing::Waiting);
+        progress.start(|| vector(1.0), InFlight::Waiting);
         progress.add(vector(2.0));
         assert!(matches!(progress, Progress::Late));
         let mut frozen = Progress::Frozen;

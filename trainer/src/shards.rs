@@ -5,7 +5,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{DType, FloatDType, Tensor};
 
 use crate::draft::Param;
-use crate::exchange::{Crossings, ExchangeError, ExchangeOps, Way};
+use crate::exchange::{ExchangeError, ExchangeOps, TransferPlan, Transport};
 use crate::world::World;
 
 /// Rows of a parameter's state that each of `processes` keeps; `None` where each keeps all.
@@ -33,7 +33,7 @@ impl<B: ExchangeOps> Shards<B> {
     pub fn join(
         world: &World,
         device: &B::Device,
-        (shapes, dtype, way): (&[(String, Vec<usize>)], FloatDType, Way),
+        (shapes, dtype, transport): (&[(String, Vec<usize>)], FloatDType, Transport),
     ) -> Result<Self, ExchangeError> {
         if world.size() == 1 {
             return Ok(Self::alone());
@@ -42,8 +42,8 @@ impl<B: ExchangeOps> Shards<B> {
             Some(_) => shape.iter().product::<usize>() * value_bytes(shape, dtype),
             None => 0,
         };
-        let crossings = Crossings { way, bytes: shapes.iter().map(bytes).collect() };
-        let group = B::join(world, device, &crossings)?;
+        let plan = TransferPlan { transport, bytes: shapes.iter().map(bytes).collect() };
+        let group = B::join(world, device, &plan)?;
         Ok(Self { world: world.clone(), group: Some(group) })
     }
 
@@ -99,7 +99,7 @@ impl<B: ExchangeOps> Shards<B> {
     }
 
     /// Starts to sum the gradient of the parameter number `at` over all processes.
-    pub fn start_sum(&self, at: usize, gradient: Param<B>) -> Crossing<B> {
+    pub fn start_sum(&self, at: usize, gradient: Param<B>) -> InFlight<B> {
         match &self.group {
             Some(group) if self.crosses(&gradient.shape()) => {
                 // A vector is a matrix with a row for each process.
@@ -111,22 +111,22 @@ impl<B: ExchangeOps> Shards<B> {
                         (x.reshape([ranks, width]), true)
                     }
                 };
-                Crossing::Started { started: B::start_sum(group, at, x), as_vector }
+                InFlight::Started { started: B::start_sum(group, at, x), as_vector }
             }
-            _ => Crossing::Waiting(gradient),
+            _ => InFlight::Waiting(gradient),
         }
     }
 
     /// This process's part of the sum.
-    pub fn finish_sum(&self, crossing: Crossing<B>) -> Result<Param<B>, ExchangeError> {
+    pub fn finish_sum(&self, crossing: InFlight<B>) -> Result<Param<B>, ExchangeError> {
         match (crossing, &self.group) {
-            (Crossing::Waiting(gradient), Some(group)) => through(gradient, |x| B::sum(group, x)),
+            (InFlight::Waiting(gradient), Some(group)) => through(gradient, |x| B::sum(group, x)),
             (crossing, _) => self.finish_whole(crossing),
         }
     }
 
     /// Starts to make the whole parameter number `at`, of this shape, from everybody's parts.
-    pub fn start_whole(&self, at: usize, part: Param<B>, shape: &[usize]) -> Crossing<B> {
+    pub fn start_whole(&self, at: usize, part: Param<B>, shape: &[usize]) -> InFlight<B> {
         match &self.group {
             Some(group) if self.crosses(shape) => {
                 let (x, as_vector) = match part {
@@ -136,22 +136,22 @@ impl<B: ExchangeOps> Shards<B> {
                         (x.reshape([1, width]), true)
                     }
                 };
-                Crossing::Started { started: B::start_gather(group, at, x), as_vector }
+                InFlight::Started { started: B::start_gather(group, at, x), as_vector }
             }
-            _ => Crossing::Waiting(part),
+            _ => InFlight::Waiting(part),
         }
     }
 
     /// The whole parameter; one that was not divided is whole already.
-    pub fn finish_whole(&self, crossing: Crossing<B>) -> Result<Param<B>, ExchangeError> {
+    pub fn finish_whole(&self, crossing: InFlight<B>) -> Result<Param<B>, ExchangeError> {
         match (crossing, &self.group) {
-            (Crossing::Started { started, as_vector }, Some(group)) => {
+            (InFlight::Started { started, as_vector }, Some(group)) => {
                 let x = B::finish(group, started)?;
                 let count: usize = x.dims().iter().product();
                 Ok(if as_vector { Param::Vector(x.reshape([count])) } else { Param::Matrix(x) })
             }
-            (Crossing::Waiting(param), _) => Ok(param),
-            (Crossing::Started { .. }, None) => unreachable!("only a group starts exchanges"),
+            (InFlight::Waiting(param), _) => Ok(param),
+            (InFlight::Started { .. }, None) => unreachable!("only a group starts exchanges"),
         }
     }
 
@@ -166,7 +166,7 @@ impl<B: ExchangeOps> Shards<B> {
 
 /// A parameter or gradient on its way between processes.
 #[derive(Debug)]
-pub enum Crossing<B: ExchangeOps> {
+pub enum InFlight<B: ExchangeOps> {
     /// Not divided.
     Waiting(Param<B>),
     /// Crosses in parts.

@@ -15,7 +15,7 @@ use trainer::Param;
 use trainer::acceptance::EvaluateError;
 use trainer::checkpoint::{Checkpoint, Parts, RunDir};
 use trainer::config::FitConfig;
-use trainer::exchange::{self, Way};
+use trainer::exchange::{self, Transport};
 use trainer::fit::{self, FitError, FitReport, Session, Start, TrainState};
 use trainer::shards::Shards;
 use trainer::watch::Watch;
@@ -135,7 +135,7 @@ fn any_number_of_processes_trains_the_same_draft() {
 #[test]
 fn sums_and_copies_are_those_of_all_processes() {
     let lists = together(3, |world| {
-        let place = (&Default::default(), FloatDType::F32, Way::Auto);
+        let place = (&Default::default(), FloatDType::F32, Transport::Auto);
         let sizes = [[1, 1], [3, 5], [7, 33], [64, 100]];
         exchange::compare::<Flex>(world, &sizes, place).unwrap()
     });
@@ -149,7 +149,7 @@ fn sums_and_copies_are_those_of_all_processes() {
 #[test]
 fn a_process_keeps_memory_for_its_own_rows_only() {
     together(3, |world| {
-        let crossing: (&[_], _, _) = (&[], FloatDType::F32, Way::Auto);
+        let crossing: (&[_], _, _) = (&[], FloatDType::F32, Transport::Auto);
         let shards = Shards::<Flex>::join(world, &Default::default(), crossing).unwrap();
         for (rows, own) in [(6, 2 * world.rank()..2 * world.rank() + 2), (5, 0..5)] {
             let values: Vec<f32> = (0..2 * rows).map(|at| at as f32).collect();

@@ -10,7 +10,7 @@ use kernels::gemm::{Threads, peak};
 use trainer::config::Compute;
 use trainer::cost::{ProductCost, products};
 use trainer::draft::AttentionConfig;
-use trainer::exchange::Way;
+use trainer::exchange::Transport;
 use trainer::masks::{RowPlan, row_masks};
 use trainer::ops::Activations;
 use trainer::{
@@ -19,7 +19,7 @@ use trainer::{
 };
 
 use super::Usage;
-use super::device::{DeviceArgs, Place, parse_compute, parse_way};
+use super::device::{DeviceArgs, Place, parse_compute, parse_transport};
 
 type B = Autodiff<Flex>;
 
@@ -74,8 +74,8 @@ pub(crate) struct BenchArgs {
     pub(super) shapes: bool,
     /// How gradients and parameters cross between the GPUs of several processes: copies (by copy
     /// engines, within a host), nccl, or auto: copies where they can.
-    #[arg(long, default_value = "auto", value_parser = parse_way)]
-    pub(super) exchange: Way,
+    #[arg(long, default_value = "auto", value_parser = parse_transport)]
+    pub(super) exchange: Transport,
     /// Make gate and up of the MLP again in the backward pass.
     #[arg(long)]
     pub(super) recompute: bool,

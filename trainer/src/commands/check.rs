@@ -9,11 +9,11 @@ use burn::backend::{Autodiff, Cuda, Flex};
 use burn::tensor::FloatDType;
 use trainer::config::Compute;
 use trainer::cosines;
-use trainer::exchange::{self, Way};
+use trainer::exchange::{self, Transport};
 use trainer::golden::{Difference, GoldenCase};
 use trainer::gradcheck;
 
-use super::device::{DeviceArgs, Place, parse_compute, parse_way};
+use super::device::{DeviceArgs, Place, parse_compute, parse_transport};
 
 /// Compare loss, metrics and gradients of a training step with golden files.
 #[derive(clap::Args)]
@@ -31,9 +31,9 @@ pub(crate) struct CheckArgs {
     cosines: bool,
     /// Compare sums and copies across the processes of torchrun's environment with the right ones:
     /// by nccl, by copies, or auto.
-    #[arg(long, num_args = 0..=1, default_missing_value = "auto", value_parser = parse_way,
-          value_name = "WAY")]
-    exchange: Option<Way>,
+    #[arg(long, num_args = 0..=1, default_missing_value = "auto", value_parser = parse_transport,
+          value_name = "TRANSPORT")]
+    exchange: Option<Transport>,
     /// Compute every row at every step instead of those the loss can see.
     #[arg(long)]
     dense: bool,
@@ -50,8 +50,8 @@ pub(crate) struct CheckArgs {
 
 /// Prints a line for each compared value; false when one is above the tolerance.
 pub(crate) fn run(args: &CheckArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
-    if let Some(way) = args.exchange {
-        return exchange(args, way, out);
+    if let Some(transport) = args.exchange {
+        return exchange(args, transport, out);
     }
     let (place, dtype) = args.device.open(args.compute)?;
     let exact = dtype == FloatDType::F32;
@@ -91,16 +91,18 @@ pub(crate) fn run(args: &CheckArgs, out: &mut dyn Write) -> anyhow::Result<bool>
     Ok(passed)
 }
 
-fn exchange(args: &CheckArgs, way: Way, out: &mut dyn Write) -> anyhow::Result<bool> {
+fn exchange(args: &CheckArgs, transport: Transport, out: &mut dyn Write) -> anyhow::Result<bool> {
     let (place, dtype, world) = args.device.open_in_world(args.compute, "check")?;
     // The last one is more than what crosses in one piece.
     let sizes = [[1, 1], [3, 5], [7, 33], [64, 100], [2048, 512], [6000, 4000]];
     let list = match &place {
         Place::Cpu => {
-            let place = (&Default::default(), dtype, way);
+            let place = (&Default::default(), dtype, transport);
             exchange::compare::<Flex>(&world, &sizes[..5], place)
         }
-        Place::Cuda(device) => exchange::compare::<Cuda>(&world, &sizes, (device, dtype, way)),
+        Place::Cuda(device) => {
+            exchange::compare::<Cuda>(&world, &sizes, (device, dtype, transport))
+        }
     };
     let list = list?;
     world.finish();

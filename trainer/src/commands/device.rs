@@ -4,7 +4,7 @@ use burn::backend::cuda::CudaDevice;
 use burn::tensor::FloatDType;
 use extractor::target::Device as EngineDevice;
 use trainer::config::{Compute, ConfigError};
-use trainer::exchange::Way;
+use trainer::exchange::Transport;
 use trainer::ops::DeviceFault;
 use trainer::world::{Place as Seat, World, WorldError};
 
@@ -110,11 +110,11 @@ impl DeviceArgs {
 }
 
 /// Parses `--exchange`.
-pub(crate) fn parse_way(text: &str) -> Result<Way, String> {
+pub(crate) fn parse_transport(text: &str) -> Result<Transport, String> {
     match text {
-        "auto" => Ok(Way::Auto),
-        "nccl" => Ok(Way::Nccl),
-        "copies" => Ok(Way::Copies),
+        "auto" => Ok(Transport::Auto),
+        "nccl" => Ok(Transport::Nccl),
+        "copies" => Ok(Transport::Copies),
         _ => Err("expected auto, nccl or copies".to_owned()),
     }
 }

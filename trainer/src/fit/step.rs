@@ -111,8 +111,8 @@ where
         run: &RunDir,
         (start, world): (Start, &World),
     ) -> Result<Self, FitError> {
-        let (shapes, way) = (session.draft.parameter_shapes(), session.config.train.exchange);
-        let shards = Shards::join(world, &session.device, (&shapes, session.dtype, way))?;
+        let (shapes, transport) = (session.draft.parameter_shapes(), session.config.train.exchange);
+        let shards = Shards::join(world, &session.device, (&shapes, session.dtype, transport))?;
         match start {
             Start::Fresh => Self::fresh(session, shards),
             Start::Resume => Self::resume(session, run, shards),

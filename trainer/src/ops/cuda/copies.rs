@@ -13,7 +13,7 @@ use kernels::cuda::{
 
 use super::engine::{Transfer, Work, run_behind_transfers, transfer};
 use super::exchange::refused;
-use crate::exchange::{Crossings, ExchangeError, Way};
+use crate::exchange::{ExchangeError, TransferPlan, Transport};
 use crate::ops::DeviceFault;
 use crate::world::World;
 
@@ -60,7 +60,7 @@ impl Copies {
     pub(super) fn connect(
         world: &World,
         context: &Arc<CudaContext>,
-        crossings: &Crossings,
+        plan: &TransferPlan,
     ) -> Result<Option<Self>, ExchangeError> {
         // Tried with little memory first: what others have opened can't be freed.
         let Some(_) = reach(world, context, ALIGN.max(WORD * world.size()))? else {
@@ -68,19 +68,19 @@ impl Copies {
                            another process's one; all must be of one host, visible to every \
                            process and joined by NVLink or PCIe peer access; use auto or nccl"
                 .to_owned();
-            return match crossings.way {
-                Way::Copies => Err(DeviceFault { message, exit_code: 69 }.into()),
-                Way::Auto | Way::Nccl => Ok(None),
+            return match plan.transport {
+                Transport::Copies => Err(DeviceFault { message, exit_code: 69 }.into()),
+                Transport::Auto | Transport::Nccl => Ok(None),
             };
         };
-        let words = 2 * WORD * (crossings.bytes.len() + 1) * world.size();
+        let words = 2 * WORD * (plan.bytes.len() + 1) * world.size();
         let mut end = words.next_multiple_of(ALIGN);
         let room = |bytes: usize| {
             let start = end;
             end += bytes.next_multiple_of(ALIGN);
             start
         };
-        let sizes = crossings.bytes.iter().copied().chain([PASSAGE * world.size()]);
+        let sizes = plan.bytes.iter().copied().chain([PASSAGE * world.size()]);
         let rooms: Vec<usize> = sizes.map(room).collect();
         let Some(memory) = reach(world, context, end)? else {
             let message = "memory for what other GPUs send could not be shared".to_owned();

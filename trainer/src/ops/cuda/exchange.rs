@@ -11,7 +11,7 @@ use kernels::cuda::{
 use super::copies::{Copies, Turn};
 use super::engine::{Part, Work, fault, run};
 use super::views::{T, empty, exclusive, in_rows, matrix};
-use crate::exchange::{Crossings, ExchangeError, ExchangeOps, Later, Way};
+use crate::exchange::{ExchangeError, ExchangeOps, Later, TransferPlan, Transport};
 use crate::world::{World, WorldError};
 
 /// Connections with the GPUs of the other processes.
@@ -95,7 +95,7 @@ impl ExchangeOps for Cuda {
     fn join(
         world: &World,
         device: &Self::Device,
-        crossings: &Crossings,
+        plan: &TransferPlan,
     ) -> Result<Group, ExchangeError> {
         let context = context(device.index).map_err(refused)?;
         let bound = context.bind_to_thread().map_err(|source| CudaError::Driver {
@@ -103,9 +103,9 @@ impl ExchangeOps for Cuda {
             source,
         });
         bound.map_err(refused)?;
-        let copies = match crossings.way {
-            Way::Nccl => None,
-            Way::Auto | Way::Copies => Copies::connect(world, &context, crossings)?,
+        let copies = match plan.transport {
+            Transport::Nccl => None,
+            Transport::Auto | Transport::Copies => Copies::connect(world, &context, plan)?,
         };
         let group = match copies {
             Some(copies) => Group::Copies(Arc::new(copies)),
