@@ -138,8 +138,8 @@ fn a_misspelt_key_and_a_head_count_that_does_not_divide_are_refused() {
     let failed = run(dir.path(), &bundled(), GOOD, &["--config", "c.toml"]).expect_code(78);
     assert!(failed.stderr.contains("batch_token"), "{failed:?}");
     let failed = run(dir.path(), &bundled(), GOOD, &["--tp", "3"]);
-    assert!(failed.stderr.contains("8") && failed.stderr.contains("tp"), "{failed:?}");
     assert_eq!(failed.code, 78);
+    assert!(failed.stderr.contains("tp") && failed.stderr.contains("3"), "{failed:?}");
 }
 
 /// Nothing of a GPU is here, or may be used: said at once, with the exit code of a missing device.

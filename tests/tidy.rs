@@ -100,14 +100,16 @@ fn features_do_not_fork_the_code() {
 
 #[test]
 fn unsafe_code_stays_where_it_is_allowed() {
-    let allowed = ["kernels/", "extractor/src/target/weights", "target/cuda", "trainer/src/cuda"];
+    let allowed =
+        ["kernels/", "extractor/src/target/weights/mapped.rs", "extractor/src/target/cuda/"];
     let keywords = ["{", "impl", "fn", "extern"].map(|after| format!("{} {after}", "unsafe"));
     let offences: Vec<String> = sources()
         .into_iter()
         .filter(|(path, text)| {
+            let path = path.strip_prefix(root()).unwrap();
             let name = path.to_string_lossy().replace('\\', "/");
             keywords.iter().any(|it| text.contains(it))
-                && !allowed.iter().any(|place| name.contains(place))
+                && !allowed.iter().any(|place| name.starts_with(place))
         })
         .map(|(path, _)| format!("{}: unsafe code outside kernels and mapping", path.display()))
         .collect();

@@ -12,8 +12,8 @@ use shared::Manifest;
 pub(crate) struct RetryArgs {
     /// Directory of the data set.
     dataset: PathBuf,
-    /// Reasons as `extractor query DATASET rejects` shows them, before the colon. Others than these
-    /// two are found again, unless the program has changed.
+    /// Reasons as `extractor query DATASET rejects` shows them, before the colon. Others recur
+    /// unless the program has changed.
     #[arg(long, value_delimiter = ',', value_parser = parse_reason,
           default_values = ["out_of_memory", "target_crash"])]
     reason: Vec<RejectReason>,

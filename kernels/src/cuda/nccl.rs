@@ -254,11 +254,12 @@ fn refused(operation: &'static str, NcclError(code): &NcclError) -> CudaError {
     CudaError::Nccl { operation, code, meaning }
 }
 
-/// Multicast over NVLink can put the GPUs of a shared host out of service.
+/// Multicast over NVLink (NVLS) was never run here. A variable that is set already stays.
 fn keep_multicast_off() {
     const NAME: &str = "NCCL_NVLS_ENABLE";
     if std::env::var_os(NAME).is_none() {
-        // SAFETY: called where a group is made or joined, before other threads of NCCL exist.
+        // SAFETY: Rust's readers of the environment take a lock that this call takes too; NCCL,
+        // which reads it without, has no threads before a group is made or joined.
         unsafe { std::env::set_var(NAME, "0") };
     }
 }
