@@ -142,6 +142,21 @@ fn a_misspelt_key_and_a_head_count_that_does_not_divide_are_refused() {
     assert!(failed.stderr.contains("tp") && failed.stderr.contains("3"), "{failed:?}");
 }
 
+/// Values that have no place in a configuration are not left out of it.
+#[test]
+fn a_path_that_is_no_text_and_a_share_that_is_no_number_are_refused() {
+    use std::os::unix::ffi::OsStrExt;
+    let dir = tempfile::tempdir().unwrap();
+    let mut command = aerie_tests::command("extractor", dir.path(), &["config", "--prompts"]);
+    let path = std::ffi::OsStr::from_bytes(b"p\xff.jsonl");
+    let output = command.arg(path).args(["--dataset", "ds"]).output().unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{stderr}");
+    assert!(stderr.contains("must be UTF-8"), "{stderr}");
+    let share = extractor(dir.path(), &["config", "--reject-limit", "nan"]).expect_code(2);
+    assert!(share.stderr.contains("finite"), "{share:?}");
+}
+
 /// Nothing of a GPU is here, or may be used: said at once, with the exit code of a missing device.
 #[test]
 fn a_missing_gpu_is_said_and_not_a_panic() {

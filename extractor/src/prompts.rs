@@ -48,6 +48,19 @@ pub enum PromptsError {
     /// A file without a single line that is not blank.
     #[error("{} is empty: one JSON object a line is expected", .0.display())]
     Empty(PathBuf),
+    /// A file that became shorter while it was read.
+    #[error(
+        "{} ended after line {lines}, but {counted} were counted when the run began: it was \
+         changed meanwhile; what was read is kept, run again when it is whole", .path.display()
+    )]
+    Cut {
+        /// The file.
+        path: PathBuf,
+        /// Lines read.
+        lines: u64,
+        /// Lines counted before.
+        counted: u64,
+    },
     /// The disk gave an error in the middle of a file.
     #[error("reading {} after line {line}", .path.display())]
     Read {
@@ -66,7 +79,7 @@ impl PromptsError {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::NoFiles => 78,
-            Self::Empty(_) => 65,
+            Self::Empty(_) | Self::Cut { .. } => 65,
             Self::Open { .. } | Self::Read { .. } => 74,
         }
     }
@@ -183,7 +196,7 @@ impl OpenFile {
                 line: self.lines_read,
                 source,
             })?;
-            let Some(mut raw) = raw else { return Ok(None) };
+            let Some(mut raw) = raw else { return self.ended() };
             self.lines_read += 1;
             self.bytes_read += raw.consumed;
             if self.lines_read == 1 {
@@ -202,19 +215,33 @@ impl OpenFile {
         }
         Ok(None)
     }
+
+    /// The end of the file, which is an error where more lines were counted.
+    fn ended(&self) -> Result<Option<Line>, PromptsError> {
+        match self.last_line {
+            u64::MAX => Ok(None),
+            counted => {
+                let (path, lines) = (self.path.to_path_buf(), self.lines_read);
+                Err(PromptsError::Cut { path, lines, counted })
+            }
+        }
+    }
 }
 
 /// The bytes of one line; of an overlong one only the length and the hash are kept.
 struct RawLine {
     bytes: Vec<u8>,
     length: usize,
+    /// Whether there is more than white space.
+    holds_text: bool,
     /// Bytes taken from the file, line end included.
     consumed: u64,
     overlong: Option<blake3::Hasher>,
 }
 
 fn read_raw_line(reader: &mut impl BufRead) -> io::Result<Option<RawLine>> {
-    let mut line = RawLine { bytes: Vec::new(), length: 0, consumed: 0, overlong: None };
+    let (bytes, length, consumed) = (Vec::new(), 0, 0);
+    let mut line = RawLine { bytes, length, holds_text: false, consumed, overlong: None };
     loop {
         let available = match reader.fill_buf() {
             Ok(available) => available,
@@ -241,6 +268,7 @@ fn read_raw_line(reader: &mut impl BufRead) -> io::Result<Option<RawLine>> {
 impl RawLine {
     fn push(&mut self, bytes: &[u8]) {
         self.length += bytes.len();
+        self.holds_text |= !bytes.iter().all(u8::is_ascii_whitespace);
         if let Some(hasher) = &mut self.overlong {
             hasher.update(bytes);
             return;
@@ -265,11 +293,12 @@ impl RawLine {
         if self.bytes.starts_with(BOM) {
             self.bytes.drain(..BOM.len());
             self.length -= BOM.len();
+            self.holds_text = !self.bytes.iter().all(u8::is_ascii_whitespace);
         }
     }
 
     fn is_blank(&self) -> bool {
-        self.overlong.is_none() && self.bytes.iter().all(u8::is_ascii_whitespace)
+        !self.holds_text
     }
 
     fn digest(&self) -> [u8; 16] {

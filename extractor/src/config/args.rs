@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+use clap::error::ErrorKind;
 use clap::parser::ValueSource;
 use clap::{ArgMatches, Command, FromArgMatches};
 use serde::Serialize;
@@ -16,6 +17,8 @@ use crate::target::{Compute, Device, Exchange, QaNormEps};
 #[derive(Clone, Debug, Default)]
 pub struct ConfigArgs {
     flags: Flags,
+    /// Values that were given, by key.
+    given: Map<String, Value>,
     in_environment: BTreeMap<String, bool>,
 }
 
@@ -26,13 +29,8 @@ impl ConfigArgs {
     }
 
     /// Values that were given, by key.
-    pub(super) fn given(&self) -> Map<String, Value> {
-        let mut given = match serde_json::to_value(&self.flags) {
-            Ok(Value::Object(given)) => given,
-            _ => Map::new(),
-        };
-        given.retain(|_, value| !value.is_null());
-        given
+    pub(super) fn given(&self) -> &Map<String, Value> {
+        &self.given
     }
 
     /// Whether a key's value came from the environment and not from a flag.
@@ -77,24 +75,40 @@ fn with_defaults(command: Command) -> Command {
 impl FromArgMatches for ConfigArgs {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
         let mut args = Self { flags: Flags::from_arg_matches(matches)?, ..Self::default() };
-        args.note_sources(matches);
+        args.read(matches)?;
         Ok(args)
     }
 
     fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
         self.flags.update_from_arg_matches(matches)?;
-        self.note_sources(matches);
-        Ok(())
+        self.read(matches)
     }
 }
 
 impl ConfigArgs {
-    fn note_sources(&mut self, matches: &ArgMatches) {
-        for key in self.given().keys() {
+    /// Takes what was given. A path without a text form cannot be recorded, so it is refused.
+    fn read(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        self.given = match serde_json::to_value(&self.flags) {
+            Ok(Value::Object(given)) => given,
+            other => {
+                let why = other.err().map_or_else(String::new, |error| error.to_string());
+                let message = format!("paths are stored as text, so they must be UTF-8: {why}\n");
+                return Err(clap::Error::raw(ErrorKind::InvalidUtf8, message));
+            }
+        };
+        self.given.retain(|_, value| !value.is_null());
+        for key in self.given.keys() {
             let environment = matches.value_source(key) == Some(ValueSource::EnvVariable);
             self.in_environment.insert(key.clone(), environment);
         }
+        Ok(())
     }
+}
+
+/// JSON has no other numbers: they would be taken for none at all.
+fn finite(text: &str) -> Result<f64, String> {
+    let value: f64 = text.parse().map_err(|error| format!("{error}"))?;
+    if value.is_finite() { Ok(value) } else { Err("expected a finite number".to_owned()) }
 }
 
 #[derive(Clone, Debug, Default, Serialize, clap::Args)]
@@ -173,7 +187,7 @@ struct Flags {
     #[arg(long, env = "AERIE_SHARD_BYTES", value_name = "BYTES")]
     shard_bytes: Option<u64>,
     /// [run] Largest share of rejected lines with which a run still succeeds.
-    #[arg(long, env = "AERIE_REJECT_LIMIT", value_name = "SHARE")]
+    #[arg(long, env = "AERIE_REJECT_LIMIT", value_name = "SHARE", value_parser = finite)]
     reject_limit: Option<f64>,
     /// [run] Stop after this many lines.
     #[arg(long, env = "AERIE_LIMIT", value_name = "LINES")]

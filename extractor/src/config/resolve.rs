@@ -56,12 +56,12 @@ impl ConfigArgs {
             layered.put_file(path)?;
         }
         for (key, value) in self.given() {
-            let origin = if self.is_from_environment(&key) {
+            let origin = if self.is_from_environment(key) {
                 Origin::Environment(format!("AERIE_{}", key.to_uppercase()))
             } else {
                 Origin::Flag(key.replace('_', "-"))
             };
-            layered.put_anywhere(&key, value, origin);
+            layered.put_anywhere(key, value.clone(), origin);
         }
         layered.finish()
     }

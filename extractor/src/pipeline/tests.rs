@@ -240,6 +240,32 @@ fn lines_that_are_appended_during_a_run_are_left_to_the_next() {
 }
 
 #[test]
+fn a_prompts_file_that_is_cut_during_a_run_is_said_and_costs_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path());
+    let path = &config.data.prompts[0];
+    let whole = std::fs::read_to_string(path).unwrap();
+    let three: String = whole.split_inclusive('\n').take(3).collect();
+    // The target is opened for the first batch. Intake has the file open, so it is cut in place.
+    let open = |options: &EngineOptions| -> Result<Box<dyn TargetModel>, TargetError> {
+        let file = std::fs::OpenOptions::new().write(true).open(path).unwrap();
+        file.set_len(three.len() as u64).unwrap();
+        target::open(options)
+    };
+    // Read before the cut, as long as it is so short; its copy is longer than what is read ahead.
+    let long = whole.repeat(1 + (1 << 19) / whole.len());
+    std::fs::write(path, &long).unwrap();
+    let error = run_with(&config, &Shutdown::default(), &open).unwrap_err();
+    assert_eq!(error.exit_code(), 65);
+    let words = shared::error_chain::in_words(&error);
+    assert!(words.contains("were counted when the run began"), "{words}");
+    std::fs::write(path, &long).unwrap();
+    run_with(&config, &Shutdown::default(), &target::open).unwrap();
+    let (committed, rejected, pending) = lines(dir.path());
+    assert_eq!((committed, rejected, pending), (8, 0, 0));
+}
+
+#[test]
 fn a_batch_that_needs_too_much_memory_is_split_and_a_sample_that_does_is_rejected() {
     let dir = tempfile::tempdir().unwrap();
     let full = [on_rank_1(When::LargerThan(26), Kind::OutOfMemory)];

@@ -95,6 +95,7 @@ impl Manifest {
             let mut conn = connect::for_write(&path).await?;
             if connect::is_new(&mut conn).await? {
                 refuse_lost(dir)?;
+                remove_target(dir)?;
             }
             match connect::settle(&mut conn, &path, fingerprint, spec).await {
                 Err(ManifestError::FingerprintChanged(changes))
@@ -269,7 +270,7 @@ fn refuse_lost(dir: &DatasetDir) -> Result<(), ManifestError> {
     }
 }
 
-/// Empties `target/`: its files belong to the settings that a data set had before.
+/// Empties `target/`: its files belong to another data set, or to settings this one had before.
 fn remove_target(dir: &DatasetDir) -> Result<(), ManifestError> {
     let target = dir.target();
     dir.files().remove_dir(&target).map_err(at("removing", &target))?;
