@@ -114,9 +114,31 @@ fn a_target_head_that_is_not_finite_is_refused() {
     two_data_sets(dir);
     let head = dir.join("ds/target/head.safetensors");
     fill(&head, |_| [0xc0, 0x7f]);
+    // As a data set that was begun before its files had digests.
+    fs::remove_file(dir.join("ds/target/BLAKE3SUMS")).unwrap();
     let fit = ["fit", "--dataset", "ds", "--run-dir", "run", "--max-steps", "3"];
     let refused = trainer(dir, &fit).expect_code(65);
     assert!(refused.stderr.contains("not finite"), "{refused:?}");
+}
+
+/// A head with one other bit is a sound head of another teacher.
+#[test]
+fn a_changed_target_is_found_by_audit_training_and_the_next_run() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path();
+    two_data_sets(dir);
+    flip_last_byte(&dir.join("ds/target/head.safetensors"));
+    let audit = extractor(dir, &["audit", "ds", "--verify", "all"]).expect_code(1);
+    assert!(audit.stdout.contains("head.safetensors is not as it was written"), "{audit:?}");
+    let fit = ["fit", "--dataset", "ds", "--run-dir", "run", "--max-steps", "1"];
+    let refused = trainer(dir, &fit).expect_code(65);
+    assert!(refused.stderr.contains("head.safetensors"), "{refused:?}");
+    let refused = extractor(dir, &small::run_args("ds")).expect_code(65);
+    assert!(refused.stderr.contains("remove that directory"), "{refused:?}");
+    fs::remove_dir_all(dir.join("ds/target")).unwrap();
+    extractor(dir, &small::run_args("ds")).expect_code(0);
+    trainer(dir, &fit).expect_code(0);
+    small::assert_clean(dir, "ds");
 }
 
 /// Replaces every 2-byte value behind the header.

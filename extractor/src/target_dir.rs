@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use half::bf16;
 use shared::durable::{DatasetDir, DurableError, DurableFile};
+use shared::target_files;
 use thiserror::Error;
 
 use crate::target::TargetError;
@@ -44,6 +45,18 @@ pub enum TargetDirError {
         #[source]
         source: io::Error,
     },
+    /// A copy was changed since it was written.
+    #[error(
+        "{}/{}: the trainer would learn from another target; remove that directory, and run again",
+        path.display(),
+        faults.join(", ")
+    )]
+    Damaged {
+        /// `DATASET/target`.
+        path: PathBuf,
+        /// What is wrong with which file.
+        faults: Vec<String>,
+    },
     /// The copy cannot be written.
     #[error(transparent)]
     Write(#[from] DurableError),
@@ -55,6 +68,7 @@ impl TargetDirError {
         match self {
             Self::Weights(error) => error.exit_code(),
             Self::Target(error) => error.exit_code(),
+            Self::Damaged { .. } => 65,
             Self::Read { .. } => 74,
             Self::Write(error) => error.exit_code(),
         }
@@ -75,7 +89,16 @@ pub fn publish(dir: &DatasetDir, model: &Path, spec: &TargetSpec) -> Result<(), 
         file.publish()?;
     }
     let head = dir.target().join(HEAD_FILE);
-    if head.exists() { Ok(()) } else { write_head(dir, &Checkpoint::open(model)?, spec, &head) }
+    if !head.exists() {
+        write_head(dir, &Checkpoint::open(model)?, spec, &head)?;
+    }
+    let path = dir.target();
+    let faults = target_files::faults(&path)
+        .map_err(|source| TargetDirError::Read { path: path.clone(), source })?;
+    if !faults.is_empty() {
+        return Err(TargetDirError::Damaged { path, faults });
+    }
+    Ok(target_files::record(dir)?)
 }
 
 /// Bytes that [`publish`] has yet to write into `dataset`, or into a new one.

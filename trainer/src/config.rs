@@ -388,7 +388,8 @@ impl FitConfig {
                 format!("{:?}", train.lr_milestones),
                 "shares of the run, 0 to 1",
             ),
-            at_least_zero("train.noise", train.noise),
+            // As f32, in which it is drawn.
+            at_least_zero("train.noise", f64::from(train.noise as f32)),
             given(
                 "checkpoint.run_dir",
                 &keep.run_dir,

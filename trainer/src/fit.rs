@@ -197,7 +197,7 @@ fn check_start(
         return Err(FitError::Accumulate { accumulate, size });
     }
     match start {
-        Start::Fresh if run.steps()?.is_empty() => Ok(()),
+        Start::Fresh if run.all_steps()?.is_empty() => Ok(()),
         Start::Fresh => Err(FitError::RunExists { path: run.root().to_owned() }),
         Start::Resume => identity::require_same_run(config, run, dataset),
     }

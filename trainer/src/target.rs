@@ -4,6 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
+use shared::target_files;
 use thiserror::Error;
 
 use crate::config::{ConfigError, DraftSection, Layout, RopeScaling};
@@ -221,6 +222,11 @@ impl TargetHead {
         let path = dir.join("head.safetensors");
         std::fs::metadata(&path)
             .map_err(|source| TargetError::Read { path: path.clone(), source })?;
+        let faults = target_files::faults(dir)
+            .map_err(|source| TargetError::Read { path: dir.to_owned(), source })?;
+        if !faults.is_empty() {
+            return Err(TargetError::Damaged { path: dir.to_owned(), faults });
+        }
         let file = TensorFile::read(&path)?;
         let (vocab_size, hidden_size) = (config.vocab_size()?, config.hidden_size()?);
         let stored_eps = file.metadata.get("rms_norm_eps").and_then(|text| text.parse().ok());
@@ -296,6 +302,18 @@ pub enum TargetError {
             draft.rope_scaling = \"none\""
     )]
     RopeScaling(String),
+    /// A file was changed since the extractor wrote it.
+    #[error(
+        "{}/{}: remove that directory, `extractor run` writes it again",
+        path.display(),
+        faults.join(", ")
+    )]
+    Damaged {
+        /// `DATASET/target`.
+        path: PathBuf,
+        /// What is wrong with which file.
+        faults: Vec<String>,
+    },
     /// A weight is NaN or infinite.
     #[error("{}: {name} holds values that are not finite", path.display())]
     NotFinite {

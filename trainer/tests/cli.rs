@@ -64,6 +64,14 @@ fn from_a_data_set_to_an_export() {
         ]);
         evaluation["all"]["acceptance_length"].as_f64().unwrap()
     };
+    let shares = |draft: &Path, share: &str| {
+        let flags = ["evaluate", text(draft), "--dataset", text(&data), "--held-out-share", share];
+        trainer(&flags).status.code()
+    };
+    // Samples that the run was trained on are not held out.
+    assert_eq!(shares(&run, "0.5"), Some(2));
+    assert_eq!(shares(&run, "1.5"), Some(2));
+    assert_eq!(shares(&run, "0.25"), Some(0));
     // A device that is asked for is used.
     let elsewhere = ["evaluate", text(&run), "--dataset", text(&data), "--device", "cuda:4711"];
     assert_eq!(trainer(&elsewhere).status.code(), Some(69));

@@ -57,6 +57,24 @@ fn resuming_with_other_settings_or_data_is_refused() {
     assert!(matches!(run(&config, Start::Resume), Err(FitError::Dataset(_))));
 }
 
+#[test]
+fn a_run_is_not_continued_with_another_draft_than_its_own() {
+    let dir = tempfile::tempdir().unwrap();
+    let (data, out) = (dir.path().join("data"), dir.path().join("run"));
+    support::dataset(&data, 20);
+    let mut config = support::config(&data, &out);
+    config.train.max_steps = 2;
+    run(&config, Start::Fresh).unwrap();
+    run(&config, Start::Resume).unwrap();
+    let path = data.join("target/config.json");
+    let text = std::fs::read_to_string(&path).unwrap();
+    std::fs::write(&path, text.replace("50000.0", "10000.0")).unwrap();
+    let error = run(&config, Start::Resume).unwrap_err();
+    assert_eq!(error.exit_code(), 78);
+    let words = error.to_string();
+    assert!(words.contains("rope_theta is 10000.0, was 50000.0"), "{words}");
+}
+
 /// Where the draft has the whole vocabulary, no count of tokens tells that samples were added.
 #[test]
 fn added_samples_are_found_with_a_full_vocabulary_too() {

@@ -254,12 +254,12 @@ fn a_prompts_file_that_is_cut_during_a_run_is_said_and_costs_nothing() {
     };
     // Read before the cut, as long as it is so short; its copy is longer than what is read ahead.
     let long = whole.repeat(1 + (1 << 19) / whole.len());
-    std::fs::write(path, &long).unwrap();
+    shared::durable::write_file(path, long.as_bytes()).unwrap();
     let error = run_with(&config, &Shutdown::default(), &open).unwrap_err();
     assert_eq!(error.exit_code(), 65);
     let words = shared::error_chain::in_words(&error);
     assert!(words.contains("were counted when the run began"), "{words}");
-    std::fs::write(path, &long).unwrap();
+    shared::durable::write_file(path, long.as_bytes()).unwrap();
     run_with(&config, &Shutdown::default(), &target::open).unwrap();
     let (committed, rejected, pending) = lines(dir.path());
     assert_eq!((committed, rejected, pending), (8, 0, 0));

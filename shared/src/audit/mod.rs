@@ -15,6 +15,7 @@ use crate::manifest::{
 };
 use crate::sample::SampleId;
 use crate::shard::ShardId;
+use crate::target_files;
 
 /// How much is read again.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
@@ -69,6 +70,8 @@ pub enum FindingKind {
     RowsDiffer,
     /// A file that no row names.
     Orphan,
+    /// A file of `target/` that is not as it was written.
+    TargetDamaged,
     /// A suspicion: a layer of zeros, or two layers of equal size.
     Suspicious,
     /// A sample whose input line has changed since.
@@ -175,6 +178,7 @@ pub fn audit(dir: &Path, verify: Verify) -> Result<AuditReport, ManifestError> {
         let newest = index + 1 == shards.len();
         shards::check(&context, (shard, newest), rows, &mut seen, &mut report)?;
     }
+    check_target(&dir, verify, &mut report)?;
     check_orphans(&present, &shards, writing, &mut report);
     if !writing {
         check_unfinished(&dir, &unfinished, &mut report);
@@ -242,6 +246,22 @@ fn unfinished(dir: &DatasetDir) -> Result<Vec<String>, ManifestError> {
         }
     }
     Ok(found)
+}
+
+fn check_target(
+    dir: &DatasetDir,
+    verify: Verify,
+    report: &mut AuditReport,
+) -> Result<(), ManifestError> {
+    if verify != Verify::All {
+        return Ok(());
+    }
+    let target = dir.target();
+    for fault in target_files::faults(&target).map_err(at("reading", &target))? {
+        let detail = format!("target/{fault}: remove {}, and run again", target.display());
+        report.add(FindingKind::TargetDamaged, None, detail);
+    }
+    Ok(())
 }
 
 fn check_unfinished(dir: &DatasetDir, unfinished: &[String], report: &mut AuditReport) {

@@ -112,7 +112,7 @@ impl RunDir {
     }
 
     /// Steps of everything that is named like a checkpoint, ascending.
-    fn all_steps(&self) -> Result<Vec<u64>, CheckpointError> {
+    pub fn all_steps(&self) -> Result<Vec<u64>, CheckpointError> {
         let step = |name: String| name.strip_prefix(PREFIX).and_then(|digits| digits.parse().ok());
         let mut steps: Vec<u64> = self.names()?.into_iter().filter_map(step).collect();
         steps.sort_unstable();

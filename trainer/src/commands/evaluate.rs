@@ -43,7 +43,7 @@ pub(crate) struct EvaluateArgs {
     #[arg(long, conflicts_with = "live")]
     all: bool,
     /// Share of held-out samples; the run's own by default, 0.05 for an export.
-    #[arg(long, value_name = "SHARE", conflicts_with_all = ["all", "live"])]
+    #[arg(long, value_name = "SHARE", value_parser = share, conflicts_with_all = ["all", "live"])]
     held_out_share: Option<f64>,
     /// Drafted tokens, 1 to 16; the run's ttt_steps by default.
     #[arg(long, value_name = "N", value_parser = drafted_tokens,
@@ -68,6 +68,15 @@ pub(crate) struct EvaluateArgs {
 /// Answers below this share of top tokens were not written greedily; states rounded to bf16 or fp8
 /// change a few.
 const GREEDY: f64 = 0.99;
+
+/// A share of held-out samples.
+fn share(text: &str) -> Result<f64, String> {
+    let share: f64 = text.parse().map_err(|error| format!("{error}"))?;
+    match (0.0..1.0).contains(&share) {
+        true => Ok(share),
+        false => Err("expected a share from 0 to below 1; --all takes every sample".to_owned()),
+    }
+}
 
 fn drafted_tokens(text: &str) -> Result<usize, String> {
     let count = text.parse().ok().filter(|count| (1..=16).contains(count));
@@ -176,7 +185,20 @@ impl<'a, B: DraftOps> Recorded<'a, B> {
         if trained.dataset_fingerprint.as_ref().is_some_and(|stored| *stored != fingerprint) {
             tracing::warn!("this is not the data set the draft was trained on");
         }
-        let split = dataset.split(args.held_out_share.unwrap_or(config.data.held_out));
+        let share = args.held_out_share.unwrap_or(config.data.held_out);
+        match &trained.config {
+            Some(own) if !args.all && share > own.data.held_out => bail!(Usage(format!(
+                "the run held out {} of the samples: with --held-out-share {share} others that it \
+                 was trained on would be among them; leave the flag out, or give --all",
+                own.data.held_out
+            ))),
+            None if !args.all && args.held_out_share.is_none() => tracing::warn!(
+                "an export does not say what was held out: {share} is taken; if the run held out \
+                 less, give that as --held-out-share, or samples it was trained on are among these"
+            ),
+            _ => {}
+        }
+        let split = dataset.split(share);
         let indices = match args.all {
             true => (0..dataset.samples().len()).collect(),
             false => split.held_out,

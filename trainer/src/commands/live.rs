@@ -38,7 +38,7 @@ pub(crate) struct LiveArgs {
     limit: usize,
     /// Most tokens of an answer (with --live).
     #[arg(long, requires = "live", default_value_t = 128, value_name = "N",
-        value_parser = at_least_one)]
+        value_parser = answer_tokens)]
     max_new_tokens: usize,
     /// Drafted tokens a round (with --live).
     #[arg(long, requires = "live", default_value_t = 3, value_name = "N",
@@ -182,6 +182,12 @@ fn embeddings(model: &Path, spec: &TargetSpec) -> anyhow::Result<Tensor<Flex, 2>
         .and_then(|checkpoint| checkpoint.rows("model.embed_tokens", shape, 0..shape[0]))
         .map_err(LiveError::from)?;
     Ok(Tensor::from_data(TensorData::new(rows, shape), &Default::default()))
+}
+
+/// Tokens of an answer: more than any model has positions would only overflow.
+fn answer_tokens(text: &str) -> Result<usize, String> {
+    let count = text.parse().ok().filter(|count| (1..=1 << 24).contains(count));
+    count.ok_or_else(|| "1 to 16777216 tokens are expected".to_owned())
 }
 
 fn print(report: &LiveReport, draft_tokens: usize, out: &mut dyn Write) -> std::io::Result<()> {

@@ -115,8 +115,9 @@ fn end_saying(words: String, code: u8) -> ! {
     exit_at_once(code)
 }
 
-/// Whether the reader of stdout went away, which is no failure of ours.
+/// Whether the reader of stdout went away, which is no failure of ours. What is written there fails
+/// with a bare error; a broken connection to another process is the cause of one of ours.
 pub(crate) fn is_broken_pipe(error: &anyhow::Error) -> bool {
     let pipe = |error: &std::io::Error| error.kind() == std::io::ErrorKind::BrokenPipe;
-    error.chain().any(|cause| cause.downcast_ref::<std::io::Error>().is_some_and(pipe))
+    error.chain().next().and_then(|it| it.downcast_ref::<std::io::Error>()).is_some_and(pipe)
 }

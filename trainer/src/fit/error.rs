@@ -137,6 +137,15 @@ pub enum FitError {
         /// Samples of the data set.
         current: SampleSet,
     },
+    /// A run continued with another draft.
+    #[error(
+        "the data set's target/config.json gives another draft than the run was started with: {}; \
+            restore that file, or start a new run_dir", changes.join(", ")
+    )]
+    OtherDraft {
+        /// What is different.
+        changes: Vec<String>,
+    },
     /// A run continued with another draft vocabulary.
     #[error(
         "the draft vocabulary's digest is {current}, the run was started with {stored}: samples \
@@ -177,6 +186,7 @@ impl FitError {
             | Self::RunExists { .. }
             | Self::OtherDataset { .. }
             | Self::OtherSamples { .. }
+            | Self::OtherDraft { .. }
             | Self::OtherVocab { .. } => 78,
             Self::Shape(_) | Self::LossNotFinite { .. } | Self::StateNotFinite { .. } => 65,
         }

@@ -1,10 +1,35 @@
 //! Whether a run may be continued: under the settings and on the samples it was started with. Reads
 //! the manifest and the small files of a checkpoint, no shard and no weights.
 
+use serde_json::{Map, Value};
+
 use super::FitError;
 use crate::checkpoint::{Checkpoint, RunDir};
 use crate::config::{ConfigError, FitConfig};
 use crate::dataset::ManifestDataset;
+use crate::draft::DraftConfig;
+
+/// A run goes on with the draft it was started with: what the data set's config.json gives now may
+/// be another one.
+pub(super) fn require_same_draft(
+    stored: &DraftConfig,
+    current: &DraftConfig,
+) -> Result<(), FitError> {
+    // As the checkpoint would have it: reading JSON may round a number once.
+    let as_stored = |config: &DraftConfig| -> Option<Map<String, Value>> {
+        serde_json::from_slice(&serde_json::to_vec(config).ok()?).ok()
+    };
+    let read = |config: &DraftConfig| serde_json::to_value(config).ok();
+    let (Some(Value::Object(before)), Some(now)) = (read(stored), as_stored(current)) else {
+        return Ok(());
+    };
+    let differs = |(key, value): (&String, &Value)| {
+        let other = before.get(key).unwrap_or(&Value::Null);
+        (other != value).then(|| format!("{key} is {value}, was {other}"))
+    };
+    let changes: Vec<String> = now.iter().filter_map(differs).collect();
+    if changes.is_empty() { Ok(()) } else { Err(FitError::OtherDraft { changes }) }
+}
 
 /// Compares the newest checkpoint of `run` with what is asked for now; the first difference is an
 /// error that names both values. Cheap, so that nobody waits for a data set to be read first.

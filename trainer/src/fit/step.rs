@@ -8,7 +8,7 @@ use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{DType, Distribution, FloatDType, Tensor};
 use shared::SampleId;
 
-use super::{FitError, InputTimes, Session, Start};
+use super::{FitError, InputTimes, Session, Start, identity};
 use crate::batch::TrainBatch;
 use crate::checkpoint::{
     Best, Checkpoint, CheckpointState, FIRST, Parts, RunDir, SECOND, TRAINED, exact_in_json,
@@ -154,6 +154,7 @@ where
             let (stored, current) = (state.vocab_digest.clone(), session.vocab.digest().to_owned());
             return Err(FitError::OtherVocab { stored, current });
         }
+        identity::require_same_draft(&state.draft, &session.draft)?;
         let (first, second) = checkpoint.moments(&session.device, |whole| shards.keep(whole))?;
         let optimizer = AdamW::from_moments(adamw(&session.config), state.step, first, second);
         let kept = checkpoint.draft(&session.device)?;

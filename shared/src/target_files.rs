@@ -1,0 +1,104 @@
+//! Digests of the files of `DATASET/target/`, in a file beside them. Knows nothing of what the files
+//! hold.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::path::Path;
+
+use crate::digest::Digest;
+use crate::durable::{DatasetDir, DurableError, at, write_file_with};
+
+/// Name of the list: on each line 64 hex digits, two spaces, a name.
+pub const SUMS: &str = "BLAKE3SUMS";
+/// The list of a few files is never as long.
+const MOST_BYTES: u64 = 1 << 16;
+
+/// What is wrong with the listed files, one sentence each. Nothing where there is no list, as in data
+/// sets that were begun before there was one.
+pub fn faults(target: &Path) -> io::Result<Vec<String>> {
+    let mut text = String::new();
+    match File::open(target.join(SUMS)) {
+        Ok(file) => file.take(MOST_BYTES).read_to_string(&mut text)?,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(error),
+    };
+    let mut faults = Vec::new();
+    for line in text.lines() {
+        let entry = line.split_once("  ").and_then(|(hex, name)| {
+            let bare = !name.is_empty() && !name.starts_with('.') && !name.contains('/');
+            Some((hex.parse::<Digest>().ok()?, bare.then_some(name)?))
+        });
+        let Some((digest, name)) = entry else {
+            faults.push(format!("{SUMS} is damaged"));
+            continue;
+        };
+        // Looked up by name first: opening a FIFO would wait for its writer.
+        match fs::symlink_metadata(target.join(name)) {
+            Ok(found) if !found.is_file() => faults.push(format!("{name} is no regular file")),
+            Ok(_) if digest_of(&target.join(name))? == digest => {}
+            Ok(_) => faults.push(format!("{name} is not as it was written")),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                faults.push(format!("{name} is missing"));
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(faults)
+}
+
+fn digest_of(path: &Path) -> io::Result<Digest> {
+    Ok(Digest::of_reader(File::open(path)?)?.0)
+}
+
+/// Lists the files as they are, if other ones are listed so far. [`faults`] were looked at before.
+pub fn record(dir: &DatasetDir) -> Result<(), DurableError> {
+    let (target, path) = (dir.target(), dir.target().join(SUMS));
+    let mut digests = BTreeMap::new();
+    for entry in fs::read_dir(&target).map_err(at("listing", &target))? {
+        let entry = entry.map_err(at("listing", &target))?;
+        let Some(name) = entry.file_name().to_str().map(str::to_owned) else { continue };
+        if name == SUMS || name.starts_with('.') || !entry.path().is_file() {
+            continue;
+        }
+        let path = entry.path();
+        digests.insert(name, digest_of(&path).map_err(at("reading", &path))?);
+    }
+    let list: String =
+        digests.into_iter().map(|(name, digest)| format!("{digest}  {name}\n")).collect();
+    match fs::read_to_string(&path) {
+        Ok(old) if old == list => Ok(()),
+        _ => write_file_with(dir.files().as_ref(), &path, list.as_bytes()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn changed_cut_and_missing_files_are_named_and_new_ones_are_listed() {
+        let root = tempfile::tempdir().unwrap();
+        let dir = DatasetDir::new(root.path());
+        dir.create().unwrap();
+        let target = dir.target();
+        let write = |name: &str, text: &str| {
+            crate::durable::write_file(&target.join(name), text.as_bytes()).unwrap();
+        };
+        write("a.json", "one");
+        assert_eq!(faults(&target).unwrap(), [""; 0], "nothing is listed");
+        record(&dir).unwrap();
+        write("b.json", "two");
+        record(&dir).unwrap();
+        assert_eq!(faults(&target).unwrap(), [""; 0]);
+        for text in ["onE", "on"] {
+            write("a.json", text);
+            assert_eq!(faults(&target).unwrap(), ["a.json is not as it was written"]);
+        }
+        write("a.json", "one");
+        fs::remove_file(target.join("b.json")).unwrap();
+        assert_eq!(faults(&target).unwrap(), ["b.json is missing"]);
+        write(SUMS, &format!("{}  ../settings.json\n", Digest::of(b"")));
+        assert_eq!(faults(&target).unwrap(), ["BLAKE3SUMS is damaged"]);
+    }
+}
