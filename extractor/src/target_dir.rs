@@ -107,6 +107,10 @@ pub fn bytes_to_write(dataset: Option<&Path>, model: &Path, spec: &TargetSpec) -
     let is_there = |name: &str| target.as_ref().is_some_and(|dir| dir.join(name).exists());
     let size = |name: &&str| fs::metadata(model.join(name)).map_or(0, |file| file.len());
     let configs: u64 = CONFIG_FILES.iter().filter(|name| !is_there(name)).map(size).sum();
+    let listed = |name: &&str| model.join(name).exists() || is_there(name);
+    let names = CONFIG_FILES.iter().copied().filter(listed).chain([HEAD_FILE]);
+    let list: usize = names.map(target_files::line_bytes).sum();
+    let configs = configs + if is_there(target_files::SUMS) { 0 } else { list as u64 };
     if is_there(HEAD_FILE) {
         return configs;
     }

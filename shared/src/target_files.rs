@@ -1,5 +1,5 @@
-//! Digests of the files of `DATASET/target/`, in a file beside them. Knows nothing of what the files
-//! hold.
+//! Digests of the files of `DATASET/target/`, in a file beside them. Knows nothing of what the
+//! files hold.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -14,8 +14,8 @@ pub const SUMS: &str = "BLAKE3SUMS";
 /// The list of a few files is never as long.
 const MOST_BYTES: u64 = 1 << 16;
 
-/// What is wrong with the listed files, one sentence each. Nothing where there is no list, as in data
-/// sets that were begun before there was one.
+/// What is wrong with the listed files, one sentence each. Nothing where there is no list, as in
+/// data sets that were begun before there was one.
 pub fn faults(target: &Path) -> io::Result<Vec<String>> {
     let mut text = String::new();
     match File::open(target.join(SUMS)) {
@@ -45,6 +45,11 @@ pub fn faults(target: &Path) -> io::Result<Vec<String>> {
         }
     }
     Ok(faults)
+}
+
+/// Bytes of a file's line in the list.
+pub fn line_bytes(name: &str) -> usize {
+    64 + "  \n".len() + name.len()
 }
 
 fn digest_of(path: &Path) -> io::Result<Digest> {

@@ -113,6 +113,7 @@ fn errors_have_their_exit_codes_and_say_what_to_do() {
         (vec!["evaluate", "r", "--live", "--chain", "3"], 2, "cannot be used with"),
         (vec!["evaluate", "r", "--live", "--all"], 2, "cannot be used with"),
         (vec!["evaluate", "r", "--live", "--max-new-tokens", "0"], 2, "at least 1"),
+        (vec!["evaluate", "r", "--live", "--max-new-tokens", "18446744073709551615"], 2, "at most"),
         (vec!["evaluate", "r", "--live", "--limit", "0"], 2, "at least 1"),
     ] {
         let output = trainer(&args);

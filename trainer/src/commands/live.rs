@@ -187,7 +187,7 @@ fn embeddings(model: &Path, spec: &TargetSpec) -> anyhow::Result<Tensor<Flex, 2>
 /// Tokens of an answer: more than any model has positions would only overflow.
 fn answer_tokens(text: &str) -> Result<usize, String> {
     let count = text.parse().ok().filter(|count| (1..=1 << 24).contains(count));
-    count.ok_or_else(|| "1 to 16777216 tokens are expected".to_owned())
+    count.ok_or_else(|| "at least 1 and at most 16777216 tokens are expected".to_owned())
 }
 
 fn print(report: &LiveReport, draft_tokens: usize, out: &mut dyn Write) -> std::io::Result<()> {
