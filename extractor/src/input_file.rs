@@ -69,8 +69,8 @@ mod tests {
             let counts = (yielded.len() as u64, text.len() as u64);
             assert_eq!((survey.lines, survey.bytes), counts, "{text:.40?}");
             let physical = text.lines().count() as u64 - unfinished;
-            assert_eq!(survey.lines + survey.blank, physical, "{text:?}");
-            assert!(yielded.iter().all(|&line| line <= physical), "{text:?}: {yielded:?}");
+            assert_eq!(survey.lines + survey.blank, physical, "{text:.40?}");
+            assert!(yielded.iter().all(|&line| line <= physical), "{text:.40?}: {yielded:?}");
         }
     }
 }

@@ -102,15 +102,7 @@ impl<B: ExchangeOps> Shards<B> {
     pub fn start_sum(&self, at: usize, gradient: Param<B>) -> InFlight<B> {
         match &self.group {
             Some(group) if self.crosses(&gradient.shape()) => {
-                // A vector is a matrix with a row for each process.
-                let (x, as_vector) = match gradient {
-                    Param::Matrix(x) => (x, false),
-                    Param::Vector(x) => {
-                        let ranks = self.world.size();
-                        let width = x.dims()[0] / ranks;
-                        (x.reshape([ranks, width]), true)
-                    }
-                };
+                let (x, as_vector) = in_rows(gradient, self.world.size());
                 InFlight::Started { started: B::start_sum(group, at, x), as_vector }
             }
             _ => InFlight::Waiting(gradient),
@@ -129,13 +121,7 @@ impl<B: ExchangeOps> Shards<B> {
     pub fn start_whole(&self, at: usize, part: Param<B>, shape: &[usize]) -> InFlight<B> {
         match &self.group {
             Some(group) if self.crosses(shape) => {
-                let (x, as_vector) = match part {
-                    Param::Matrix(x) => (x, false),
-                    Param::Vector(x) => {
-                        let width = x.dims()[0];
-                        (x.reshape([1, width]), true)
-                    }
-                };
+                let (x, as_vector) = in_rows(part, 1);
                 InFlight::Started { started: B::start_gather(group, at, x), as_vector }
             }
             _ => InFlight::Waiting(part),
@@ -176,6 +162,17 @@ pub enum InFlight<B: ExchangeOps> {
         /// Whether it is a vector.
         as_vector: bool,
     },
+}
+
+/// A matrix whose rows can be divided; a vector in `rows` of them. Whether it was one.
+fn in_rows<B: Backend>(param: Param<B>, rows: usize) -> (Tensor<B, 2>, bool) {
+    match param {
+        Param::Matrix(x) => (x, false),
+        Param::Vector(x) => {
+            let width = x.dims()[0] / rows;
+            (x.reshape([rows, width]), true)
+        }
+    }
 }
 
 /// Bytes of a value: vectors, the weights of norms, are f32 whatever the type of the matrices.

@@ -17,14 +17,21 @@ fn run(config: &FitConfig, start: Start) -> Result<FitReport, FitError> {
     fit::run::<Autodiff<Flex>>(config, (start, &World::alone()), place)
 }
 
+/// A run of `steps` steps on a data set of 20 samples, `data` and `run` in its folder.
+fn begun(steps: u64) -> (tempfile::TempDir, FitConfig) {
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("data");
+    support::dataset(&data, 20);
+    let mut config = support::config(&data, &dir.path().join("run"));
+    config.train.max_steps = steps;
+    run(&config, Start::Fresh).unwrap();
+    (dir, config)
+}
+
 #[test]
 fn resuming_with_other_settings_or_data_is_refused() {
-    let dir = tempfile::tempdir().unwrap();
-    let (data, out) = (dir.path().join("data"), dir.path().join("run"));
-    support::dataset(&data, 20);
-    let mut config = support::config(&data, &out);
-    config.train.max_steps = 2;
-    run(&config, Start::Fresh).unwrap();
+    let (dir, config) = begun(2);
+    let data = dir.path().join("data");
     let mut other = config.clone();
     other.train.lr = 0.5;
     let error = run(&other, Start::Resume).unwrap_err();
@@ -59,20 +66,26 @@ fn resuming_with_other_settings_or_data_is_refused() {
 
 #[test]
 fn a_run_is_not_continued_with_another_draft_than_its_own() {
-    let dir = tempfile::tempdir().unwrap();
-    let (data, out) = (dir.path().join("data"), dir.path().join("run"));
-    support::dataset(&data, 20);
-    let mut config = support::config(&data, &out);
-    config.train.max_steps = 2;
-    run(&config, Start::Fresh).unwrap();
+    let (dir, config) = begun(2);
     run(&config, Start::Resume).unwrap();
-    let path = data.join("target/config.json");
+    let path = dir.path().join("data/target/config.json");
     let text = std::fs::read_to_string(&path).unwrap();
     std::fs::write(&path, text.replace("50000.0", "10000.0")).unwrap();
     let error = run(&config, Start::Resume).unwrap_err();
     assert_eq!(error.exit_code(), 78);
     let words = error.to_string();
     assert!(words.contains("rope_theta is 10000.0, was 50000.0"), "{words}");
+}
+
+/// Its metrics and what can still be read of it would be overwritten.
+#[test]
+fn a_fresh_run_does_not_begin_over_checkpoints_that_lost_their_digests() {
+    let (_dir, config) = begun(1);
+    let run_dir = RunDir::new(&config.checkpoint.run_dir);
+    let metrics = std::fs::read(run_dir.metrics()).unwrap();
+    std::fs::remove_file(run_dir.latest().unwrap().join("BLAKE3SUMS")).unwrap();
+    assert!(matches!(run(&config, Start::Fresh), Err(FitError::RunExists { .. })));
+    assert_eq!(std::fs::read(run_dir.metrics()).unwrap(), metrics);
 }
 
 /// Where the draft has the whole vocabulary, no count of tokens tells that samples were added.
@@ -90,12 +103,8 @@ fn added_samples_are_found_with_a_full_vocabulary_too() {
 
 #[test]
 fn a_continued_run_takes_the_vocabulary_of_its_checkpoint() {
-    let dir = tempfile::tempdir().unwrap();
-    let (data, out) = (dir.path().join("data"), dir.path().join("run"));
-    support::dataset(&data, 20);
-    let mut config = support::config(&data, &out);
-    config.train.max_steps = 1;
-    let checkpoint = run(&config, Start::Fresh).unwrap().checkpoint;
+    let (dir, mut config) = begun(1);
+    let checkpoint = RunDir::new(&config.checkpoint.run_dir).latest().unwrap();
     let mut kept = Checkpoint::load(&checkpoint, Parts::Everything).unwrap();
     // Counting again would give another digest.
     let (d2t, t2d) = (kept.vocab.d2t(), kept.vocab.t2d().to_vec());

@@ -121,3 +121,21 @@ pub(crate) fn is_broken_pipe(error: &anyhow::Error) -> bool {
     let pipe = |error: &std::io::Error| error.kind() == std::io::ErrorKind::BrokenPipe;
     error.chain().next().and_then(|it| it.downcast_ref::<std::io::Error>()).is_some_and(pipe)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Error, ErrorKind};
+
+    use super::*;
+
+    #[test]
+    fn a_lost_process_is_no_reader_that_went_away() {
+        let pipe = || Error::from(ErrorKind::BrokenPipe);
+        assert!(is_broken_pipe(&pipe().into()));
+        let lost =
+            anyhow::Error::from(FitError::from(WorldError::Lost { rank: 0, source: pipe() }));
+        assert!(!is_broken_pipe(&lost));
+        assert_eq!(exit_code(&lost), 75);
+        assert!(!is_broken_pipe(&Error::from(ErrorKind::StorageFull).into()));
+    }
+}
