@@ -17,9 +17,11 @@ const MOST_BYTES: u64 = 1 << 16;
 /// What is wrong with the listed files, one sentence each. Nothing where there is no list, as in
 /// data sets that were begun before there was one.
 pub fn faults(target: &Path) -> io::Result<Vec<String>> {
-    let mut text = String::new();
-    match File::open(target.join(SUMS)) {
-        Ok(file) => file.take(MOST_BYTES).read_to_string(&mut text)?,
+    let (mut text, path) = (String::new(), target.join(SUMS));
+    // Looked up by name first, as the files below: opening a FIFO would wait for its writer.
+    match fs::symlink_metadata(&path) {
+        Ok(found) if !found.is_file() => return Ok(vec![format!("{SUMS} is no regular file")]),
+        Ok(_) => File::open(&path)?.take(MOST_BYTES).read_to_string(&mut text)?,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         Err(error) => return Err(error),
     };
@@ -33,7 +35,6 @@ pub fn faults(target: &Path) -> io::Result<Vec<String>> {
             faults.push(format!("{SUMS} is damaged"));
             continue;
         };
-        // Looked up by name first: opening a FIFO would wait for its writer.
         match fs::symlink_metadata(target.join(name)) {
             Ok(found) if !found.is_file() => faults.push(format!("{name} is no regular file")),
             Ok(_) if digest_of(&target.join(name))? == digest => {}

@@ -189,7 +189,7 @@ fn what_the_machine_was_to_blame_for_can_be_tried_again() {
         [(&full, "out_of_memory", "target_crash"), (&poison, "target_crash", "out_of_memory")]
     {
         let dir = tempfile::tempdir().unwrap();
-        while run_faulty(dir.path(), fault).is_err() {}
+        assert!((0..9).any(|_| run_faulty(dir.path(), fault).is_ok()));
         assert_eq!(lines(dir.path()), (7, 1, 0));
         let forget = |reason: &str| {
             let manifest = Manifest::open_existing(&dir.path().join("ds")).unwrap();

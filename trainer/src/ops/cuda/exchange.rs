@@ -26,7 +26,7 @@ pub enum Group {
 /// An exchange that was started.
 #[derive(Debug)]
 pub enum Started {
-    /// Left to NCCL: beside products its kernels cost more than they save (docs/adr/0010).
+    /// Left to NCCL: beside products its kernels cost more than they save (docs/adr/0009).
     Nccl(Later<Cuda>),
     /// Parts of the first tensor are on their way, and the others' come.
     Copies(Later<Cuda>, Turn),
