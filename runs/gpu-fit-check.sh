@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Trains on the bundled model's states on the CPU and on GPUs, compares the loss curves, continues a
-# run bit for bit, and with two GPUs trains data-parallel. Prints a short table last.
+# run bit for bit, and trains by two processes, which share a GPU where there is one only. Prints a
+# short table last.
 #
-#   runs/gpu-fit-check.sh FOLDER [one|several]
+#   runs/gpu-fit-check.sh FOLDER [several]
 #
-# `one` leaves out what needs several GPUs, `several` what needs one. FOLDER holds the binaries
-# `extractor` and `trainer`. Logs go to $AERIE_LOGS, or to a new folder under /tmp. Exit code: 0 if
-# everything passed.
+# `several` leaves out what one process does alone. FOLDER holds the binaries `extractor` and
+# `trainer`. Logs go to $AERIE_LOGS, or to a new folder under /tmp. Exit code: 0 if everything passed.
 set -uo pipefail
 
 bin=$(cd "${1:?a folder with the binaries}" && pwd) || exit 78
@@ -75,14 +75,25 @@ if [ "$part" != several ]; then
     for name in cuda-bf16 lk noise; do continued $name; done
 fi
 
-# processes SIZE COMMAND...: as torchrun starts them, one a GPU as long as there are enough; all but
-# the first, whose place is given to `step` below, in the background.
+# place RANK SIZE COMMAND...: one process as torchrun starts it, each on its own GPU as long as there are
+# enough. NCCL refuses two processes on one GPU of one host; where they share one it is told that they
+# are hosts of their own, which talk through sockets.
+place() {
+    local rank=$1 size=$2
+    shift 2
+    local -x RANK=$rank WORLD_SIZE=$size LOCAL_RANK=$((rank % gpus))
+    if [ "$gpus" -lt "$size" ]; then
+        local -x NCCL_HOSTID=host-$rank NCCL_SOCKET_IFNAME=lo
+    fi
+    "$@"
+}
+# processes SIZE COMMAND...: all but the first, whose place is given to `step` below, in the background.
 processes() {
     local size=$1 rank
     shift
     pids=()
     for ((rank = 1; rank < size; rank++)); do
-        RANK=$rank WORLD_SIZE=$size LOCAL_RANK=$((rank % gpus)) timeout 240 "$@" >"$logs/rank-$rank.log" 2>&1 &
+        place $rank "$size" timeout 240 "$@" >"$logs/rank-$rank.log" 2>&1 &
         pids+=($!)
     done
 }
@@ -92,7 +103,7 @@ all() {
     local pattern=$1 size=$2 name=$3 pid
     shift 3
     processes "$size" "$@"
-    RANK=0 WORLD_SIZE=$size LOCAL_RANK=0 step "$name" 240 "$pattern" "$@"
+    place 0 "$size" step "$name" 240 "$pattern" "$@"
     for pid in "${pids[@]}"; do wait "$pid" || { failed=1; tail -3 "$logs"/rank-*.log; }; done
 }
 # exchange WAY SIZE
@@ -106,15 +117,11 @@ together() {
     all 'acceptance length' 2 "fit $name" "$bin/trainer" fit "${fit[@]}" --accumulate 2 --exchange "$way" \
         --dataset "$work/data-bf16" --run-dir "$work/$name" --device cuda "$@"
 }
-# Copies need no GPU for each process; NCCL does.
-ways=()
-[ "$part" != several ] && ways+=(copies)
-[ "$gpus" -ge 2 ] && [ "$part" != one ] && ways=(copies nccl)
 train one-f32 bf16 --device cuda --compute f32 --accumulate 2
 train one-bf16 bf16 --device cuda --accumulate 2
-for way in "${ways[@]}"; do
+for way in copies nccl; do
     exchange $way 2
-    { [ $way = copies ] || [ "$gpus" -ge 3 ]; } && exchange $way 3
+    exchange $way 3
     together $way two-f32-$way --compute f32
     compare two-f32-$way one-f32 0.001
     together $way two-bf16-$way
