@@ -1,5 +1,5 @@
-//! What the documents tell a reader to type or to open exists: commands, flags, files. Knows Markdown
-//! no further than backticks, indented lines and links.
+//! What the documents tell a reader to type or to open exists: commands, flags, files. Knows
+//! Markdown no further than backticks, indented lines and links.
 
 #![allow(clippy::expect_used, reason = "a failed test may panic")]
 
