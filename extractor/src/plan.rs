@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 use shared::CaptureSpec;
 use shared::durable::DatasetDir;
-use shared::manifest::{InputFile, Manifest, ManifestError};
+use shared::manifest::{Manifest, ManifestError};
 use shared::shard::ShardId;
 use thiserror::Error;
 
@@ -15,7 +15,7 @@ use crate::batch::Batcher;
 use crate::config::{ConfigError, ExtractConfig};
 use crate::encode::{Encoder, EncoderError};
 use crate::fingerprint::{as_begun, fingerprint};
-use crate::input_file;
+use crate::input_file::{self, Survey};
 use crate::intake::{Admission, Intake, IntakeError};
 use crate::pipeline::PipelineError;
 use crate::reject::{Reject, RejectReason};
@@ -133,7 +133,7 @@ pub struct Plan {
     pub reject_limit: f64,
     /// The input files as they were before the first line was looked at.
     #[serde(skip)]
-    pub inputs: Vec<InputFile>,
+    pub inputs: Vec<Survey>,
 }
 
 impl Plan {
