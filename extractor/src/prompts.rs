@@ -11,6 +11,7 @@ use thiserror::Error;
 
 use crate::conversation::{Body, Conversation};
 use crate::input_file::{BlockReader, Changed, Survey};
+use crate::integers::require_kept;
 use crate::reject::{Fault, Reject, RejectReason, Source};
 
 /// Longest accepted line in bytes, without its line end.
@@ -321,7 +322,12 @@ impl RawLine {
             let detail = error.to_string().replace(" at line 1 column ", ", at byte ");
             Fault::new(RejectReason::BadJson, format!("one JSON object is expected: {detail}"))
         })?;
-        Body::parse(row)
+        let body = Body::parse(row)?;
+        if let Body::Chat(chat) = &body {
+            let keys = chat.messages.iter().flat_map(|message| message.extra.values());
+            require_kept(text, keys.chain(&chat.tools))?;
+        }
+        Ok(body)
     }
 }
 

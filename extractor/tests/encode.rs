@@ -200,6 +200,7 @@ fn any_chat() -> impl Strategy<Value = Chat> {
         1 => Just("\r\n\n ".to_owned()),
     ];
     let content = proptest::collection::vec(piece, 1..6).prop_map(|pieces| pieces.concat());
+    let content = content.prop_filter("says nothing", |text: &String| !text.trim().is_empty());
     let turn = (content.clone(), content);
     let system = proptest::option::of("[A-Z][a-z ]{0,20}");
     (system, proptest::collection::vec(turn, 1..5)).prop_map(|(system, turns)| {
