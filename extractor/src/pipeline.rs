@@ -33,8 +33,8 @@ const GRACE: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 60 });
 /// conversation -> tokens + loss mask -> batch -> ranks -> capture -> shard -> manifest
 ///
 /// Rerunning continues: lines that have an outcome are skipped. Stops between batches when asked
-/// to, when the target dies, or when an input file has changed; whatever was captured by then is committed. A run that is stopped
-/// before its plan is made leaves no record.
+/// to, when the target dies, or when an input file has changed; whatever was captured by then is
+/// committed. A run that is stopped before its plan is made leaves no record.
 pub fn run(config: &ExtractConfig, stop: &Shutdown) -> Result<RunReport, PipelineError> {
     run_with(config, stop, &target::open)
 }
