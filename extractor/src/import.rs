@@ -211,7 +211,10 @@ impl Importer<'_> {
             Ok(file) => file.digest().map_err(reading(path))?,
             Err(_) => (Digest::of(b""), 0),
         };
-        let judged = opened.and_then(|file| self.judge.judge(&file, &source, &self.seen));
+        let judged = opened.and_then(|file| {
+            let judged = self.judge.judge(&file, &source, &self.seen)?;
+            file.require_unchanged().map(|()| judged)
+        });
         let file = path.display().to_string();
         let input = InputFile { file: file.clone(), lines: 1, blank: 0, bytes, digest };
         self.manifest.register_input(&input)?;

@@ -149,6 +149,10 @@ fn mistakes_are_named_with_their_place() {
     let (code, _, err) = run(&mut extractor(&["config", "--overlong", "keep"]));
     assert_eq!(code, 78, "{err}");
     assert!(err.contains("(flag --overlong): unknown variant `keep`"), "{err}");
+    let huge = "--chat-template-kwargs={\"x\": 18446744073709551616}";
+    let (code, _, err) = run(&mut extractor(&["config", huge]));
+    assert_eq!(code, 2, "{err}");
+    assert!(err.contains("64 bits hold"), "{err}");
     let missing = dir.path().join("none.toml");
     let (code, _, err) = run(extractor(&["config", "--config"]).arg(&missing));
     assert_eq!(code, 74);

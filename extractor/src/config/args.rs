@@ -11,6 +11,7 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 
 use super::{ExtractConfig, LayerChoice};
+use crate::integers::require_kept;
 use crate::target::{Compute, Device, Exchange, QaNormEps};
 
 /// The configuration flags, to be flattened into a command's arguments.
@@ -204,7 +205,9 @@ struct Flags {
 struct JsonObject(Map<String, Value>);
 
 fn json_object(text: &str) -> Result<JsonObject, String> {
-    serde_json::from_str(text)
-        .map(JsonObject)
-        .map_err(|error| format!("a JSON object like {{\"thinking\": false}} is expected: {error}"))
+    let map: Map<String, Value> = serde_json::from_str(text).map_err(|error| {
+        format!("a JSON object like {{\"thinking\": false}} is expected: {error}")
+    })?;
+    require_kept(text, map.values()).map_err(|fault| fault.detail)?;
+    Ok(JsonObject(map))
 }

@@ -4,7 +4,7 @@
 
 use std::fs::{self, File, TryLockError};
 use std::io::{self, BufReader, Seek, SeekFrom};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use half::{bf16, f16};
@@ -94,10 +94,12 @@ fn bad_tokens(detail: impl Into<String>) -> Refusal {
     Refusal::Fault(Fault::new(RejectReason::BadTokens, detail))
 }
 
-/// An open file of which nothing has been read.
+/// An open file.
 pub(super) struct StatesFile {
     file: File,
     bytes: u64,
+    /// Seconds and nanoseconds of its last change.
+    modified: (i64, i64),
 }
 
 impl StatesFile {
@@ -115,8 +117,19 @@ impl StatesFile {
                 "its writer holds the .lock beside it: import again when it has finished",
             ));
         }
-        let bytes = file.metadata()?.len();
-        Ok(Self { file, bytes })
+        let (bytes, modified) = stamp(&file)?;
+        Ok(Self { file, bytes, modified })
+    }
+
+    /// Refuses what was read if the file was changed meanwhile: its parts, and its digest, may be of
+    /// different versions.
+    pub(super) fn require_unchanged(&self) -> Result<(), Refusal> {
+        match stamp(&self.file)? == (self.bytes, self.modified) {
+            true => Ok(()),
+            false => {
+                Err(bad_file("it was changed while it was read: import again when it is done"))
+            }
+        }
     }
 
     /// BLAKE3 and bytes of the whole file.
@@ -140,6 +153,11 @@ impl StatesFile {
         }
         Ok(Contents { file: &self.file, header })
     }
+}
+
+fn stamp(file: &File) -> io::Result<(u64, (i64, i64))> {
+    let metadata = file.metadata()?;
+    Ok((metadata.len(), (metadata.mtime(), metadata.mtime_nsec())))
 }
 
 /// vLLM locks `FILE.lock` while it writes FILE.
@@ -287,5 +305,22 @@ fn gather(bytes: &[u8], layer: usize, dtype: Dtype, spec: &CaptureSpec) -> Layer
             let values = rows.flat_map(|row| row.as_chunks().0);
             LayerRows::F32(values.map(|&value| f32::from_le_bytes(value)).collect())
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    #[test]
+    fn a_file_that_is_changed_while_it_is_read_is_refused() {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        file.write_all(b"states").unwrap();
+        let Ok(opened) = StatesFile::open(file.path()) else { panic!("not opened") };
+        assert!(opened.require_unchanged().is_ok());
+        file.write_all(b"!").unwrap();
+        assert!(matches!(opened.require_unchanged(), Err(Refusal::Fault(_))));
     }
 }
