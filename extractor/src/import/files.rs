@@ -121,7 +121,7 @@ impl StatesFile {
         Ok(Self { file, bytes, modified })
     }
 
-    /// Refuses what was read if the file was changed meanwhile: its parts, and its digest, may be of
+    /// Refuses what was read if the file was changed meanwhile: its parts and its digest may be of
     /// different versions.
     pub(super) fn require_unchanged(&self) -> Result<(), Refusal> {
         match stamp(&self.file)? == (self.bytes, self.modified) {
