@@ -24,7 +24,11 @@ const LAYERS: usize = 4;
 #[derive(Clone)]
 struct Foreign {
     ids: Vec<i64>,
+    /// Beside `token_ids`, if not empty.
+    input_ids: Vec<i64>,
     mask: Option<Vec<u8>>,
+    /// What the tensor of the states is called.
+    name: &'static str,
     /// [tokens, layers, hidden] as bits of f32, of which bf16 keeps the upper half.
     states: Vec<u32>,
     shape: Vec<usize>,
@@ -42,7 +46,9 @@ impl Foreign {
         });
         Self {
             ids: sample.sample().input_ids().iter().map(|&id| i64::from(id)).collect(),
+            input_ids: Vec::new(),
             mask: None,
+            name: "hidden_states",
             states: states.collect(),
             shape: vec![tokens, LAYERS, HIDDEN],
             dtype: Dtype::BF16,
@@ -50,7 +56,8 @@ impl Foreign {
     }
 
     fn write(&self, path: &Path) {
-        let ids: Vec<u8> = self.ids.iter().flat_map(|id| id.to_le_bytes()).collect();
+        let bytes = |ids: &[i64]| ids.iter().flat_map(|id| id.to_le_bytes()).collect::<Vec<u8>>();
+        let (ids, input_ids) = (bytes(&self.ids), bytes(&self.input_ids));
         let states: Vec<u8> = match self.dtype {
             Dtype::BF16 => {
                 self.states.iter().flat_map(|bits| ((bits >> 16) as u16).to_le_bytes()).collect()
@@ -61,9 +68,12 @@ impl Foreign {
         let view =
             |dtype, shape: &[usize], data| TensorView::new(dtype, shape.to_vec(), data).unwrap();
         let mut tensors = vec![
-            ("hidden_states", view(self.dtype, &self.shape, &states)),
+            (self.name, view(self.dtype, &self.shape, &states)),
             ("token_ids", view(Dtype::I64, &[self.ids.len()], &ids)),
         ];
+        if !input_ids.is_empty() {
+            tensors.push(("input_ids", view(Dtype::I64, &[self.input_ids.len()], &input_ids)));
+        }
         if let Some(mask) = &self.mask {
             tensors.push(("loss_mask", view(Dtype::U8, &[mask.len()], mask)));
         }
@@ -220,9 +230,43 @@ fn a_rerun_takes_what_is_new_and_what_was_mended() {
     assert!(small::contents(&dir.join("imported")) == samples, "other samples than were written");
     small::assert_clean(dir, "imported");
 
-    Foreign { ids: vec![1], ..Foreign::of(samples.values().next().unwrap()) }.write(&hs(dir, 0));
+    // Another file of that name and of the same size.
+    let mut other = fs::read(hs(dir, 0)).unwrap();
+    *other.last_mut().unwrap() ^= 1;
+    fs::write(hs(dir, 0), other).unwrap();
     let refused = again(&[]).expect_code(65);
-    assert!(refused.stderr.contains("hs_0.safetensors had"), "{refused:?}");
+    assert!(refused.stderr.contains("hs_0.safetensors was imported, and has other"), "{refused:?}");
+    small::assert_clean(dir, "imported");
+}
+
+/// Equal tokens one after another give equal states where everything before is equal too, and
+/// tokens that were never trained may share their embedding.
+#[test]
+fn short_runs_of_equal_states_are_taken() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path();
+    let samples = extracted(dir);
+    for (at, sample) in samples.values().enumerate() {
+        let mut foreign = Foreign::of(sample);
+        foreign.input_ids = foreign.ids.clone();
+        foreign.mask = Some(sample.sample().loss_mask().to_vec());
+        copy_row(&mut foreign, 0, 1..4);
+        let end = foreign.ids.len();
+        foreign.ids[6..end - 2].fill(7);
+        foreign.input_ids.clone_from(&foreign.ids);
+        copy_row(&mut foreign, 6, 7..end - 2);
+        foreign.write(&hs(dir, at));
+    }
+    let report = report(import(dir, &["--layers", "2,4,5,7"]));
+    assert_eq!(report["conservation"]["committed"], SAMPLES);
+}
+
+/// Puts the states of one token, of all layers, in the place of others'.
+fn copy_row(foreign: &mut Foreign, from: usize, to: std::ops::Range<usize>) {
+    let width = LAYERS * HIDDEN;
+    for row in to {
+        foreign.states.copy_within(from * width..(from + 1) * width, row * width);
+    }
 }
 
 #[test]
@@ -292,10 +336,20 @@ const FAULTS: &[Fault] = &[
     ("half_hidden", |f| reshape(f, [f.ids.len(), LAYERS, 64]), "one of 2 ranks' columns"),
     ("prefix_cache", |f| reshape(f, [f.ids.len() - 16, LAYERS, HIDDEN]), "prefix cache"),
     ("shifted", |f| reshape(f, [f.ids.len() - 1, LAYERS, HIDDEN]), "shifted by one"),
-    ("no_states", |f| reshape(f, [f.ids.len() * LAYERS * HIDDEN]), "is expected"),
+    ("other_name", |f| f.name = "states", "in its place 1 tensor ["),
+    (
+        "no_states",
+        |f| reshape(f, [f.ids.len() * LAYERS * HIDDEN]),
+        "all layers in one flattened list",
+    ),
     ("fp8", |f| f.dtype = Dtype::F8_E4M3, "hidden_states is F8_E4M3"),
     ("nan", |f| f.states[700] = f32::NAN.to_bits(), "non_finite"),
     ("zero_row", |f| f.states[1024..1152].fill(0), "layer 2: row 2 is all zeros"),
+    ("negative_zeros", |f| f.states[1024..1152].fill(1 << 31), "layer 2: row 2 is all zeros"),
+    ("one_state", |f| copy_row(f, 9, 0..f.ids.len()), "have the state of another token before"),
+    ("one_state_but_first", |f| copy_row(f, 1, 1..f.ids.len()), "for others; extract again"),
+    ("one_state_signed_zeros", signed_zeros, "layer 2: "),
+    ("two_ids", |f| f.input_ids = vec![f.ids[0], 0], "token_ids and input_ids part at [1]"),
     ("twins", twins, "layer 5 equals layer 4"),
     ("id_high", |f| f.ids[3] = 5000, "id_out_of_vocab: token_ids[3] is 5000"),
     ("id_negative", |f| f.ids[3] = -1, "bad_tokens: token_ids[3] is -1"),
@@ -315,6 +369,15 @@ fn reshape<const N: usize>(foreign: &mut Foreign, shape: [usize; N]) {
 fn twins(foreign: &mut Foreign) {
     for row in foreign.states.chunks_mut(LAYERS * HIDDEN) {
         row.copy_within(HIDDEN..2 * HIDDEN, 2 * HIDDEN);
+    }
+}
+
+/// Every row of the first layer is the first but for the signs of its zeros.
+fn signed_zeros(foreign: &mut Foreign) {
+    let first = foreign.states[..HIDDEN].to_vec();
+    for (at, row) in foreign.states.chunks_mut(LAYERS * HIDDEN).enumerate() {
+        row[..HIDDEN].copy_from_slice(&first);
+        row[..HIDDEN / 2].fill((at as u32 % 2) << 31);
     }
 }
 

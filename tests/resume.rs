@@ -35,6 +35,13 @@ fn again(dir: &Path, changes: &[&str]) -> Finished {
     extractor(dir, &small::run_args_with("ds", changes))
 }
 
+/// The forecast of [`again`].
+fn plan(dir: &Path, changes: &[&str]) -> Finished {
+    let mut args = small::run_args_with("ds", changes);
+    args[0] = "plan".to_owned();
+    extractor(dir, &args)
+}
+
 fn runs(dir: &Path) -> usize {
     let runs = extractor(dir, &["query", "ds", "runs", "--json"]).expect_code(0);
     runs.stdout.lines().count()
@@ -106,11 +113,13 @@ fn each_setting_that_decides_the_bytes_is_refused_with_both_values() {
         (&["--model", "named"], "tokenizer.named_tokens.bos_token", ["`[BOS]`", "`[EOS]`"]),
         (&["--model", "stop"], "tokenizer.stop_ids", ["`3841,3842`", "`3841,3842,3843`"]),
     ] {
-        let refused = again(dir, flags).expect_code(78);
-        let words = &refused.stderr;
-        assert!(words.contains(field), "{flags:?}: {refused:?}");
-        for value in values {
-            assert!(words.contains(value), "{flags:?}: no {value} in {refused:?}");
+        for refused in [again(dir, flags), plan(dir, flags)] {
+            let refused = refused.expect_code(78);
+            let words = &refused.stderr;
+            assert!(words.contains(field), "{flags:?}: {refused:?}");
+            for value in values {
+                assert!(words.contains(value), "{flags:?}: no {value} in {refused:?}");
+            }
         }
     }
     assert_eq!(runs(dir), 1, "a refused run left a row");
@@ -121,6 +130,53 @@ fn each_setting_that_decides_the_bytes_is_refused_with_both_values() {
         leftover,
         extractor(dir, &["query", "ds", "shards", "--json"]).stdout.lines().count()
     );
+}
+
+#[test]
+fn a_plan_refuses_what_the_run_would_and_writes_nothing() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path();
+    small::write_prompts(dir, 6);
+    // Settings without a sample bind nobody, and what they rejected is pending again.
+    fs::write(dir.join("none.jsonl"), "not json\n").unwrap();
+    again(dir, &["--prompts", "none.jsonl"]).expect_code(0);
+    let fresh = plan(dir, &["--prompts", "none.jsonl", "--revision", "abc"]).expect_code(1);
+    assert!(!fresh.stdout.contains("done already"), "{fresh:?}");
+    small::run(dir, "ds").expect_code(0);
+    let done = plan(dir, &[]).expect_code(0);
+    assert!(done.stdout.contains("done already"), "{done:?}");
+
+    let both = |code: i32, said: &str| {
+        let before = files(&dir.join("ds"));
+        let planned = plan(dir, &[]).expect_code(code);
+        assert!(planned.stderr.contains(said), "{said}: {planned:?}");
+        assert_eq!(files(&dir.join("ds")), before, "{said}");
+        let refused = again(dir, &[]).expect_code(code);
+        assert!(refused.stderr.contains(said), "{said}: {refused:?}");
+    };
+    let copy = dir.join("ds/target/config.json");
+    let whole = fs::read(&copy).unwrap();
+    fs::write(&copy, [&whole[..], b" "].concat()).unwrap();
+    both(65, "config.json is not as it was written");
+    fs::write(&copy, whole).unwrap();
+    extractor(dir, &["seal", "ds"]).expect_code(0);
+    both(78, "was sealed");
+    fs::remove_file(dir.join("ds/manifest.sqlite")).unwrap();
+    both(65, "but no manifest that knows them");
+}
+
+/// All files below a folder, with their bytes.
+fn files(dir: &Path) -> Vec<(PathBuf, Vec<u8>)> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(dir).unwrap() {
+        let path = entry.unwrap().path();
+        match path.is_dir() {
+            true => found.extend(files(&path)),
+            false => found.push((path.clone(), fs::read(path).unwrap())),
+        }
+    }
+    found.sort();
+    found
 }
 
 /// The data set as the version before wrote it: without what the model's JSON files decide.

@@ -213,6 +213,35 @@ fn a_signal_ends_training_after_a_checkpoint_and_resuming_gives_the_same_bits() 
 }
 
 #[test]
+fn output_that_finds_no_room_is_an_error_of_the_disk_and_costs_nothing() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path();
+    small::write_prompts(dir, 40);
+    let run = small::run_args("ds");
+    let run: Vec<&str> = run.iter().map(String::as_str).collect();
+    let full = || fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    for args in [
+        run.as_slice(),
+        &[&run, &["--json"][..]].concat(),
+        // More than is buffered, so that the command itself meets the error.
+        &["query", "ds", "samples", "--json"],
+        &["query", "ds", "samples"],
+        &["audit", "ds"],
+    ] {
+        let ended = command("extractor", dir, args).stdout(full()).output().unwrap();
+        let words = String::from_utf8(ended.stderr).unwrap();
+        assert_eq!(ended.status.code(), Some(74), "{args:?}: {words}");
+        assert!(words.contains("writing to standard output"), "{args:?}: {words}");
+        assert!(words.contains("No space left on device"), "{args:?}: {words}");
+    }
+    // What went wrong before there was anything to say comes first.
+    let wrong = [&run, &["--revision", "abc"][..]].concat();
+    let ended = command("extractor", dir, &wrong).stdout(full()).output().unwrap();
+    assert_eq!(ended.status.code(), Some(78));
+    complete(dir);
+}
+
+#[test]
 fn a_reader_that_has_seen_enough_is_no_failure() {
     let home = tempfile::tempdir().unwrap();
     let dir = home.path();

@@ -3,6 +3,7 @@
 
 use serde_json::{Map, Value};
 
+use crate::integers::require_kept;
 use crate::reject::{Fault, RejectReason, Source};
 
 /// A parsed input line.
@@ -301,12 +302,16 @@ fn join_content(index: usize, content: Value) -> Result<String, Fault> {
 fn parse_tools(tools: Value) -> Result<Option<Value>, Fault> {
     let tools = match tools {
         Value::String(text) if text.trim().is_empty() => return Ok(None),
-        Value::String(text) => serde_json::from_str(&text).map_err(|error| {
-            Fault::new(
-                RejectReason::BadField,
-                format!("`tools` is a string, but not JSON: {error}"),
-            )
-        })?,
+        Value::String(text) => {
+            let tools = serde_json::from_str(&text).map_err(|error| {
+                Fault::new(
+                    RejectReason::BadField,
+                    format!("`tools` is a string, but not JSON: {error}"),
+                )
+            })?;
+            require_kept(&text, [&tools])?;
+            tools
+        }
         other => other,
     };
     match tools {

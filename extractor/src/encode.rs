@@ -11,7 +11,7 @@ use serde_json::{Map, Value};
 use shared::TokenSample;
 use thiserror::Error;
 
-use crate::conversation::{Body, Chat, Conversation, Role};
+use crate::conversation::{Body, Chat, Conversation, Message, Role};
 use crate::layout::{Layout, Layouter};
 use crate::reject::{Fault, Reject, RejectReason};
 use crate::template::{ChatTemplate, TemplateError};
@@ -242,8 +242,51 @@ impl Encoder {
         if self.options.last_turn_only {
             trained.drain(..trained.len().saturating_sub(1));
         }
+        self.require_answers(chat, &layout, trained.len())?;
         let mask = tokens.iter().map(|token| u8::from(starts_inside(token, &trained))).collect();
         Ok((tokens.iter().map(|token| token.id).collect(), mask, false))
+    }
+
+    /// Refuses a chat of whose last `trained` answers one is empty: a template without a place for
+    /// tool calls, say, leaves nothing but the end marker of a turn that only calls, and a draft
+    /// would be taught to answer nothing.
+    fn require_answers(&self, chat: &Chat, layout: &Layout, trained: usize) -> Result<(), Fault> {
+        let is_answer = |(_, message): &(usize, &Message)| message.role == Role::Assistant;
+        let turns = chat.messages.iter().enumerate().filter(is_answer);
+        let untrained = layout.answers.len().saturating_sub(trained);
+        for ((turn, _), answer) in turns.zip(&layout.answers).skip(untrained) {
+            if self.is_empty(layout, &answer.range)? {
+                return Err(Fault::new(
+                    RejectReason::EmptyAnswer,
+                    format!(
+                        "turn {turn}: the chat template writes nothing of what the assistant says \
+                         or calls there, and an empty answer would be trained"
+                    ),
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether an answer is nothing but special tokens and white space. Text of special tokens in a
+    /// content is text.
+    fn is_empty(&self, layout: &Layout, answer: &Range<usize>) -> Result<bool, Fault> {
+        let is_blank =
+            |range: Range<usize>| layout.text.get(range).is_none_or(|text| text.trim().is_empty());
+        let is_inside =
+            |place: &&Range<usize>| place.start < answer.end && answer.start < place.end;
+        if layout.contents.iter().filter(is_inside).any(|place| !is_blank(place.clone())) {
+            return Ok(false);
+        }
+        let text = layout.text.get(answer.clone()).unwrap_or_default();
+        let mut from = answer.start;
+        for special in self.tokenizer.special_text(text).map_err(tokenizer_fault)? {
+            if !is_blank(from..answer.start + special.start) {
+                return Ok(false);
+            }
+            from = answer.start + special.end;
+        }
+        Ok(is_blank(from..answer.end))
     }
 
     fn tokens_of(&self, layout: &Layout) -> Result<Vec<Token>, Fault> {

@@ -3,6 +3,8 @@
 
 mod files;
 mod masks;
+mod naming;
+mod values;
 
 use std::collections::HashSet;
 use std::io;
@@ -12,6 +14,7 @@ use std::time::Instant;
 
 use shared::contract::ContractError;
 use shared::digest::Digest;
+use shared::files::{Files, RealFiles};
 use shared::manifest::{InputFile, Manifest, SourceOutcome, SourceRecord};
 use shared::{CaptureSpec, CapturedSample, LayerState, SampleId};
 use thiserror::Error;
@@ -66,19 +69,12 @@ pub enum ImportError {
         /// Why not, and what to do.
         why: &'static str,
     },
-    /// A file that has been imported is another one now.
+    /// The name of a file that has been imported stands for other bytes now.
     #[error(
-        "{file} had {before} bytes when it was imported and has {now} now: restore it, or import \
-         into a new data set"
+        "{0} was imported, and has other bytes now: restore it, or import into a new data set; \
+         where it is another file of the same name, give it with its full path"
     )]
-    Changed {
-        /// The file.
-        file: String,
-        /// Bytes then.
-        before: u64,
-        /// Bytes now.
-        now: u64,
-    },
+    Changed(String),
     /// Nothing says what the draft is trained on.
     #[error(
         "{} has no `loss_mask`: pass the conversations it was made from with --prompts, which are \
@@ -100,7 +96,7 @@ impl ImportError {
     /// Process exit code: 65 bad data, 74 I/O, 78 configuration.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Empty(_) | Self::Refused { .. } | Self::Changed { .. } => 65,
+            Self::Empty(_) | Self::Refused { .. } | Self::Changed(_) => 65,
             Self::NoMasks(_) => 78,
             Self::Read { .. } => 74,
         }
@@ -110,7 +106,7 @@ impl ImportError {
 /// files -> tokens + loss mask + states -> shard -> manifest
 ///
 /// In the manifest a file is an input of one line. Rerunning continues: files that have given a
-/// sample are not read again, those that were rejected are.
+/// sample are known by their bytes, those that were rejected are judged again.
 pub fn run(
     config: &ExtractConfig,
     options: &ImportOptions,
@@ -190,17 +186,20 @@ impl Importer<'_> {
         Ok(())
     }
 
+    /// Whether this very file gave a sample. Names and sizes are shared by files of different
+    /// folders, so it is known by its bytes.
     fn is_done(&self, path: &Path) -> Result<bool, PipelineError> {
         let file = path.display().to_string();
-        match self.manifest.known_sources(&file)?.remove(&1).map(|row| row.outcome) {
-            None | Some(SourceOutcome::Rejected(_)) => return Ok(false),
-            Some(SourceOutcome::Committed(_) | SourceOutcome::Duplicate(_)) => {}
+        let Some(row) = self.manifest.known_sources(&file)?.remove(&1) else { return Ok(false) };
+        if matches!(row.outcome, SourceOutcome::Rejected(_)) {
+            return Ok(false);
         }
-        let now = path.metadata().map_err(reading(path))?.len();
-        match self.manifest.input_bytes(&file)? {
-            Some(before) if before != now => Err(ImportError::Changed { file, before, now }.into()),
-            _ => Ok(true),
+        let digest = RealFiles.open_read(path).and_then(Digest::of_reader);
+        let (digest, _) = digest.map_err(reading(path))?;
+        if !digest.0.starts_with(&row.digest) {
+            return Err(ImportError::Changed(file).into());
         }
+        Ok(true)
     }
 
     /// Reads one file and hands its sample or its fault to the sink.
@@ -212,7 +211,10 @@ impl Importer<'_> {
             Ok(file) => file.digest().map_err(reading(path))?,
             Err(_) => (Digest::of(b""), 0),
         };
-        let judged = opened.and_then(|file| self.judge.judge(&file, &source, &self.seen));
+        let judged = opened.and_then(|file| {
+            let judged = self.judge.judge(&file, &source, &self.seen)?;
+            file.require_unchanged().map(|()| judged)
+        });
         let file = path.display().to_string();
         let input = InputFile { file: file.clone(), lines: 1, blank: 0, bytes, digest };
         self.manifest.register_input(&input)?;
@@ -277,13 +279,14 @@ impl Judge<'_> {
         seen: &HashSet<SampleId>,
     ) -> Result<Judged, Refusal> {
         let contents = file.contents()?;
-        let ids = contents.token_ids()?;
-        let tokens = ids.len();
+        let ids = contents.token_ids(self.spec)?;
+        // Before the mask is looked for: this is found out from the header alone.
+        let tensor = contents.states_tensor(ids.len(), self.spec)?;
         let Encoded { sample, truncated } = self.sample(&contents, ids, source)?;
         if seen.contains(&sample.id()) {
             return Ok(Judged::Duplicate(sample.id(), truncated));
         }
-        let layers = contents.states(tokens, sample.tokens(), self.spec)?;
+        let layers = contents.states(tensor, sample.input_ids(), self.spec)?;
         if layers.last().is_some_and(|rows| self.is_normed(rows)) {
             return Err(bad_states(
                 "the last state was taken after the final norm, the one before it is expected: \

@@ -4,14 +4,13 @@
 use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 
-use shared::manifest::{
-    Failure, InputFile, Manifest, ManifestError, SourceOutcome, SourceRecord, SourceRow,
-};
+use shared::manifest::{Failure, Manifest, ManifestError, SourceOutcome, SourceRecord, SourceRow};
 use shared::{SampleId, TokenSample};
 use thiserror::Error;
 
 use crate::batch::{Batcher, TokenBatch};
 use crate::encode::Encoder;
+use crate::input_file::Survey;
 use crate::prompts::{Line, Prompts, PromptsError};
 use crate::reject::{Reject, RejectReason};
 use crate::shutdown::Shutdown;
@@ -130,9 +129,9 @@ impl<'a> Intake<'a> {
         Ok(Self { lines, encoder, known, seen, failures, lines_left, stop })
     }
 
-    /// Reads no line that the survey of the input files has not counted; a later run does.
-    pub fn within(mut self, inputs: &[InputFile]) -> Self {
-        self.lines = self.lines.until(inputs.iter().map(|input| input.lines + input.blank));
+    /// Reads the input files as they were surveyed; a later run reads what was appended since.
+    pub fn within(mut self, inputs: &[Survey]) -> Self {
+        self.lines = self.lines.as_surveyed(inputs);
         self
     }
 

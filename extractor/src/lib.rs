@@ -15,6 +15,7 @@ pub mod golden;
 pub mod import;
 pub mod input_file;
 pub mod intake;
+mod integers;
 pub mod layout;
 pub mod pipeline;
 pub mod plan;

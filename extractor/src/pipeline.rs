@@ -24,7 +24,7 @@ use crate::plan::Plan;
 use crate::progress::Progress;
 use crate::shutdown::Shutdown;
 use crate::sink::ShardSink;
-use crate::target::{self, EXIT_DIED, LastResort, TargetError, TargetSpec};
+use crate::target::{self, EXIT_DIED, LastResort, TargetSpec};
 use crate::target_dir;
 
 /// Time for committing and clearing up after the death of a rank.
@@ -33,8 +33,8 @@ const GRACE: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 60 });
 /// conversation -> tokens + loss mask -> batch -> ranks -> capture -> shard -> manifest
 ///
 /// Rerunning continues: lines that have an outcome are skipped. Stops between batches when asked
-/// to, or when the target dies; whatever was captured by then is committed. A run that is stopped
-/// before its plan is made leaves no record.
+/// to, when the target dies, or when an input file has changed; whatever was captured by then is
+/// committed. A run that is stopped before its plan is made leaves no record.
 pub fn run(config: &ExtractConfig, stop: &Shutdown) -> Result<RunReport, PipelineError> {
     run_with(config, stop, &target::open)
 }
@@ -60,7 +60,8 @@ fn run_with(
     plan.require_space()?;
     target_dir::publish(manifest.dir(), model, &spec)?;
 
-    let record = Record::begin(&manifest, config, &plan.inputs, "lines")?;
+    let inputs = plan.inputs.iter().map(|input| &input.file);
+    let record = Record::begin(&manifest, config, inputs, "lines")?;
     let mut progress = Progress::start(plan.tokens, "target");
     // Outlives the target, whose end may hang.
     let mut last_resort = LastResort::default();
@@ -69,34 +70,35 @@ fn run_with(
     let intake = Intake::open(&config.intake(), &encoder, Some(&manifest))?;
     let intake = intake.within(&plan.inputs).while_not(stop);
     let units = intake.batches(config.run.batch_tokens);
-    let (written, died) = std::thread::scope(|scope| {
+    let (written, ended) = std::thread::scope(|scope| {
         let sink = ShardSink::new(&manifest, config.run.shard_bytes);
         let writer = Writer::start(scope, sink).map_err(PipelineError::WriterThread)?;
-        let died = extract(units, &mut attempts, (&writer, &manifest), &mut progress, stop)?;
-        if died.as_ref().is_some_and(TargetError::is_death) {
+        let ended = extract(units, &mut attempts, (&writer, &manifest), &mut progress, stop);
+        if matches!(&ended, Err(PipelineError::Target(error)) if error.is_death()) {
             last_resort.arm(GRACE, EXIT_DIED);
         }
-        Ok::<_, PipelineError>((writer.finish()?, died))
+        // However it ended: what was captured by then is committed.
+        Ok::<_, PipelineError>((writer.finish()?, ended))
     })?;
     progress.finish();
     if let Some(since) = stop.since() {
         tracing::info!("everything is committed {:.1} s after the signal", since.as_secs_f64());
     }
-    match died {
-        Some(error) => Err(record.fail(written, &progress, error.into())?),
-        None => record.end(written, &progress, stop.requested()),
+    match ended {
+        Err(error) => Err(record.fail(written, &progress, error)?),
+        Ok(()) => record.end(written, &progress, stop.requested()),
     }
 }
 
-/// Runs batch after batch, until the input or the writer ends, a stop is requested, or the target
-/// dies, whose error is returned.
+/// Runs batch after batch, until the input or the writer ends or a stop is requested; an error is
+/// that of the input, or of the target that died.
 fn extract(
     units: impl Iterator<Item = Result<WorkUnit, IntakeError>>,
     attempts: &mut Attempts<'_>,
     (writer, manifest): (&Writer<'_>, &Manifest),
     progress: &mut Progress,
     stop: &Shutdown,
-) -> Result<Option<TargetError>, PipelineError> {
+) -> Result<(), PipelineError> {
     for unit in units {
         if stop.requested() {
             break;
@@ -116,7 +118,7 @@ fn extract(
                 if error.is_death() && attempts.is_open() {
                     manifest.record_failure(&ids, &in_words(&error))?;
                 }
-                return Ok(Some(error));
+                return Err(error.into());
             }
         };
         let target_s = started.elapsed().as_secs_f64();
@@ -126,5 +128,5 @@ fn extract(
         let disk_s = started.elapsed().as_secs_f64() - target_s;
         progress.advance(tokens, target_s, disk_s);
     }
-    Ok(None)
+    Ok(())
 }

@@ -6,14 +6,18 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 use shared::CaptureSpec;
-use shared::manifest::{InputFile, Manifest, ManifestError};
+use shared::durable::DatasetDir;
+use shared::manifest::{Manifest, ManifestError};
+use shared::shard::ShardId;
 use thiserror::Error;
 
 use crate::batch::Batcher;
 use crate::config::{ConfigError, ExtractConfig};
 use crate::encode::{Encoder, EncoderError};
-use crate::input_file;
+use crate::fingerprint::{as_begun, fingerprint};
+use crate::input_file::{self, Survey};
 use crate::intake::{Admission, Intake, IntakeError};
+use crate::pipeline::PipelineError;
 use crate::reject::{Reject, RejectReason};
 use crate::shutdown::Shutdown;
 use crate::target::{TargetError, TargetSpec};
@@ -129,22 +133,27 @@ pub struct Plan {
     pub reject_limit: f64,
     /// The input files as they were before the first line was looked at.
     #[serde(skip)]
-    pub inputs: Vec<InputFile>,
+    pub inputs: Vec<Survey>,
 }
 
 impl Plan {
     /// The plan of `extractor plan`: `rate` is in tokens a second. A data set that exists already
-    /// is looked into, not changed.
-    pub fn standalone(config: &ExtractConfig, rate: Option<f64>) -> Result<Self, PlanError> {
+    /// is looked into, not changed, and refused where a run refuses it.
+    pub fn standalone(config: &ExtractConfig, rate: Option<f64>) -> Result<Self, PipelineError> {
         let spec = TargetSpec::read(config.model()?)?;
         let contract = config.capture_spec(&spec)?;
         let encoder = Encoder::load(config.model()?, config.data.encode_options(&spec))?;
-        let manifest = match config.run.dataset.as_deref() {
-            Some(dir) if dir.join("manifest.sqlite").is_file() => Some(Manifest::open_read(dir)?),
-            _ => None,
+        let dir = config.run.dataset.as_deref().map(DatasetDir::new);
+        let manifest = match &dir {
+            Some(dir) => to_continue(config, dir, &encoder, (&spec, &contract))?,
+            None => None,
         };
         let stop = Shutdown::default();
         let mut plan = Self::make(config, &encoder, &contract, manifest.as_ref(), &stop)?;
+        // What is missing a run writes anew.
+        if let Some(dir) = dir.filter(|_| manifest.is_some() && plan.target_bytes == 0) {
+            target_dir::require_undamaged(&dir.target())?;
+        }
         plan.rate_assumed = rate.is_none();
         plan.tokens_per_second = rate.unwrap_or(ASSUMED_TOKENS_PER_SECOND);
         plan.seconds = plan.tokens as f64 / plan.tokens_per_second;
@@ -239,6 +248,40 @@ impl Plan {
         if *count == 1 {
             self.examples.push(reject.to_string());
         }
+    }
+}
+
+/// The data set in `dir` that a run would continue, refused as [`Manifest::open_for_write`] refuses
+/// it, with nothing written. `None` where all lines would be pending.
+fn to_continue(
+    config: &ExtractConfig,
+    dir: &DatasetDir,
+    encoder: &Encoder,
+    (spec, contract): (&TargetSpec, &CaptureSpec),
+) -> Result<Option<Manifest>, PipelineError> {
+    let path = dir.manifest();
+    let Ok(found) = path.metadata() else {
+        let names = dir.files().list(&dir.shards()).unwrap_or_default();
+        let is_shard = |name: &str| name.parse::<ShardId>().is_ok();
+        return match names.iter().filter(|name| name.to_str().is_some_and(is_shard)).count() {
+            0 => Ok(None),
+            shards => Err(ManifestError::Lost { dir: dir.root().to_path_buf(), shards }.into()),
+        };
+    };
+    let current = fingerprint(config, spec, encoder, contract)?;
+    let current = as_begun(current, encoder, dir.root())?;
+    if found.permissions().readonly() {
+        return Err(ManifestError::Sealed(path).into());
+    }
+    let manifest = Manifest::open_read(dir.root())?;
+    let changes = manifest.fingerprint().diff(&current);
+    if changes.is_empty() {
+        Ok(Some(manifest))
+    } else if manifest.committed_samples()?.is_empty() {
+        // A run takes the new settings.
+        Ok(None)
+    } else {
+        Err(ManifestError::FingerprintChanged(changes).into())
     }
 }
 

@@ -3,13 +3,15 @@
 
 use std::collections::VecDeque;
 use std::fs::File;
-use std::io::{self, BufRead, BufReader};
+use std::io::{self, BufRead};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use thiserror::Error;
 
 use crate::conversation::{Body, Conversation};
+use crate::input_file::{BlockReader, Changed, Survey};
+use crate::integers::require_kept;
 use crate::reject::{Fault, Reject, RejectReason, Source};
 
 /// Longest accepted line in bytes, without its line end.
@@ -48,18 +50,17 @@ pub enum PromptsError {
     /// A file without a single line that is not blank.
     #[error("{} is empty: one JSON object a line is expected", .0.display())]
     Empty(PathBuf),
-    /// A file that became shorter while it was read.
+    /// A file that became another one between its survey and its reading.
     #[error(
-        "{} ended after line {lines}, but {counted} were counted when the run began: it was \
-         changed meanwhile; what was read is kept, run again when it is whole", .path.display()
+        "{} was changed after it was looked at first, behind line {line}: nothing of what stands \
+         there now was taken, what was captured before is kept; run again when the file is whole",
+        .path.display()
     )]
-    Cut {
+    Changed {
         /// The file.
         path: PathBuf,
-        /// Lines read.
-        lines: u64,
-        /// Lines counted before.
-        counted: u64,
+        /// Last line read.
+        line: u64,
     },
     /// The disk gave an error in the middle of a file.
     #[error("reading {} after line {line}", .path.display())]
@@ -79,7 +80,7 @@ impl PromptsError {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::NoFiles => 78,
-            Self::Empty(_) | Self::Cut { .. } => 65,
+            Self::Empty(_) | Self::Changed { .. } => 65,
             Self::Open { .. } | Self::Read { .. } => 74,
         }
     }
@@ -88,8 +89,8 @@ impl PromptsError {
 /// Iterator over the lines of all files, in the order named.
 #[derive(Debug)]
 pub struct Prompts {
-    /// Files, each with the number of the last line that is read.
-    waiting: VecDeque<(PathBuf, u64)>,
+    /// Files, with what they have to be the same as.
+    waiting: VecDeque<(PathBuf, Option<Survey>)>,
     open: Option<OpenFile>,
     bytes_read: u64,
     bytes_total: u64,
@@ -98,8 +99,7 @@ pub struct Prompts {
 #[derive(Debug)]
 struct OpenFile {
     path: Arc<Path>,
-    reader: BufReader<File>,
-    last_line: u64,
+    reader: BlockReader,
     lines_read: u64,
     bytes_read: u64,
     yielded: bool,
@@ -121,15 +121,15 @@ impl Prompts {
             }
             bytes_total += bytes;
         }
-        let waiting = paths.iter().map(|path| (path.clone(), u64::MAX)).collect();
+        let waiting = paths.iter().map(|path| (path.clone(), None)).collect();
         Ok(Self { waiting, open: None, bytes_read: 0, bytes_total })
     }
 
-    /// Reads of each file, in the order named, no line with a number above its `last_lines`: a file
-    /// may grow while it is read. Called before the first line is taken.
-    pub fn until(mut self, last_lines: impl IntoIterator<Item = u64>) -> Self {
-        for ((_, last), line) in self.waiting.iter_mut().zip(last_lines) {
-            *last = line;
+    /// Reads each file, in the order named, as it was surveyed: not what was appended since, and
+    /// nothing of a part that has changed. Called before the first line is taken.
+    pub fn as_surveyed(mut self, surveys: &[Survey]) -> Self {
+        for ((_, surveyed), survey) in self.waiting.iter_mut().zip(surveys) {
+            *surveyed = Some(survey.clone());
         }
         self
     }
@@ -143,11 +143,10 @@ impl Prompts {
     fn next_line(&mut self) -> Result<Option<Line>, PromptsError> {
         loop {
             let Some(file) = self.open.as_mut() else {
-                let Some((path, last_line)) = self.waiting.pop_front() else { return Ok(None) };
+                let Some((path, survey)) = self.waiting.pop_front() else { return Ok(None) };
                 self.open = Some(OpenFile {
-                    reader: BufReader::with_capacity(1 << 18, open_regular(&path)?),
+                    reader: BlockReader::new(open_regular(&path)?, survey),
                     path: path.into(),
-                    last_line,
                     lines_read: 0,
                     bytes_read: 0,
                     yielded: false,
@@ -190,13 +189,7 @@ fn open_regular(path: &Path) -> Result<File, PromptsError> {
 
 impl OpenFile {
     fn next_line(&mut self) -> Result<Option<Line>, PromptsError> {
-        while self.lines_read < self.last_line {
-            let raw = read_raw_line(&mut self.reader).map_err(|source| PromptsError::Read {
-                path: self.path.to_path_buf(),
-                line: self.lines_read,
-                source,
-            })?;
-            let Some(mut raw) = raw else { return self.ended() };
+        while let Some(mut raw) = read_raw_line(&mut self.reader).map_err(|it| self.fault(it))? {
             self.lines_read += 1;
             self.bytes_read += raw.consumed;
             if self.lines_read == 1 {
@@ -216,14 +209,11 @@ impl OpenFile {
         Ok(None)
     }
 
-    /// The end of the file, which is an error where more lines were counted.
-    fn ended(&self) -> Result<Option<Line>, PromptsError> {
-        match self.last_line {
-            u64::MAX => Ok(None),
-            counted => {
-                let (path, lines) = (self.path.to_path_buf(), self.lines_read);
-                Err(PromptsError::Cut { path, lines, counted })
-            }
+    fn fault(&self, source: io::Error) -> PromptsError {
+        let (path, line) = (self.path.to_path_buf(), self.lines_read);
+        match source.get_ref().is_some_and(|inner| inner.is::<Changed>()) {
+            true => PromptsError::Changed { path, line },
+            false => PromptsError::Read { path, line, source },
         }
     }
 }
@@ -332,7 +322,12 @@ impl RawLine {
             let detail = error.to_string().replace(" at line 1 column ", ", at byte ");
             Fault::new(RejectReason::BadJson, format!("one JSON object is expected: {detail}"))
         })?;
-        Body::parse(row)
+        let body = Body::parse(row)?;
+        if let Body::Chat(chat) = &body {
+            let keys = chat.messages.iter().flat_map(|message| message.extra.values());
+            require_kept(text, keys.chain(&chat.tools))?;
+        }
+        Ok(body)
     }
 }
 

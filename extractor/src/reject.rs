@@ -96,6 +96,8 @@ reject_reasons! {
     AmbiguousConversation = "ambiguous_conversation",
     /// A known key holds a value of the wrong type.
     BadField = "bad_field",
+    /// An integer for the chat template that 64 bits do not hold.
+    IntegerTooLarge = "integer_too_large",
     /// A role outside the closed set.
     UnknownRole = "unknown_role",
     /// A content part that is not text (image, audio...).
@@ -118,6 +120,8 @@ reject_reasons! {
     TooManyTurns = "too_many_turns",
     /// It cannot be told which characters of the rendered text are the answer.
     BoundaryUnclear = "boundary_unclear",
+    /// The chat template writes nothing of what an assistant's turn says or calls.
+    EmptyAnswer = "empty_answer",
     /// Text of a special token in a place whose origin cannot be told (tools, tool calls, names).
     SpecialTokenText = "special_token_text",
     /// The tokenizer refused the text.

@@ -92,13 +92,18 @@ pub fn publish(dir: &DatasetDir, model: &Path, spec: &TargetSpec) -> Result<(), 
     if !head.exists() {
         write_head(dir, &Checkpoint::open(model)?, spec, &head)?;
     }
-    let path = dir.target();
-    let faults = target_files::faults(&path)
-        .map_err(|source| TargetDirError::Read { path: path.clone(), source })?;
-    if !faults.is_empty() {
-        return Err(TargetDirError::Damaged { path, faults });
-    }
+    require_undamaged(&dir.target())?;
     Ok(target_files::record(dir)?)
+}
+
+/// Refuses copies in `DATASET/target` that are not as they were written.
+pub fn require_undamaged(target: &Path) -> Result<(), TargetDirError> {
+    let path = target.to_path_buf();
+    match target_files::faults(target) {
+        Ok(faults) if faults.is_empty() => Ok(()),
+        Ok(faults) => Err(TargetDirError::Damaged { path, faults }),
+        Err(source) => Err(TargetDirError::Read { path, source }),
+    }
 }
 
 /// Bytes that [`publish`] has yet to write into `dataset`, or into a new one.

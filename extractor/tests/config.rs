@@ -78,6 +78,17 @@ fn flags_beat_environment_beats_file_beats_defaults_and_each_is_named() {
 }
 
 #[test]
+fn a_comma_in_the_name_of_a_prompts_file_is_a_comma() {
+    let prompts = |args: &[&str]| {
+        let mut command = extractor(&["config", "--json"]);
+        json_of(command.args(args).env("AERIE_PROMPTS", "a,b"))["config"]["data"]["prompts"].clone()
+    };
+    assert_eq!(prompts(&["--prompts", "x,y.jsonl"]), json!(["x,y.jsonl"]));
+    assert_eq!(prompts(&["--prompts", "x,y", "z", "--prompts", "v"]), json!(["x,y", "z", "v"]));
+    assert_eq!(prompts(&[]), json!(["a", "b"]));
+}
+
+#[test]
 fn the_printed_configuration_can_be_read_back() {
     let dir = tempfile::tempdir().unwrap();
     let flags = ["--model", "m", "--layers", "2,4,7", "--answer-specials", "<think>", "</think>"];
@@ -138,6 +149,10 @@ fn mistakes_are_named_with_their_place() {
     let (code, _, err) = run(&mut extractor(&["config", "--overlong", "keep"]));
     assert_eq!(code, 78, "{err}");
     assert!(err.contains("(flag --overlong): unknown variant `keep`"), "{err}");
+    let huge = "--chat-template-kwargs={\"x\": 18446744073709551616}";
+    let (code, _, err) = run(&mut extractor(&["config", huge]));
+    assert_eq!(code, 2, "{err}");
+    assert!(err.contains("64 bits hold"), "{err}");
     let missing = dir.path().join("none.toml");
     let (code, _, err) = run(extractor(&["config", "--config"]).arg(&missing));
     assert_eq!(code, 74);

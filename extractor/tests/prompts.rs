@@ -86,6 +86,39 @@ fn tools_come_as_a_list_or_as_json_in_a_string() {
     assert!(reject.detail.contains("tools"), "{reject}");
 }
 
+/// The parser makes floating-point numbers of them, and a template would print those.
+#[test]
+fn integers_for_the_template_that_lost_their_digits_are_rejected() {
+    let (huge, kept) = ("18446744073709551616", u64::MAX);
+    let call = |arguments: &str, more: &str| {
+        format!(
+            r#"{{"messages":[{{"role":"user","content":"q"}},{{"role":"assistant","content":"",
+            "tool_calls":[{{"function":{{"name":"f","arguments":{arguments}}}}}]}}]{more}}}"#
+        )
+        .replace('\n', "")
+    };
+    let id = format!(r#","id":{huge}"#);
+    for row in [
+        call(&format!(r#"{{"x":[1,{huge}]}}"#), ""),
+        call(r#"{"x":-9223372036854775809}"#, ""),
+        call("{}", &format!(r#","tools":[{{"maximum":{huge}}}]"#)),
+        call("{}", &format!(r#","tools":"[{{\"maximum\":{huge}}}]""#)),
+    ] {
+        assert_eq!(reason(&row), RejectReason::IntegerTooLarge, "{row}");
+        let detail = read(row.as_bytes())[0].parsed.as_ref().unwrap_err().detail.clone();
+        assert!(detail.contains("64 bits") && detail.contains("as a string"), "{detail}");
+    }
+    for row in [
+        call(&format!(r#"{{"x":{kept},"y":-9223372036854775808}}"#), ""),
+        // Meant as it is parsed, or given as text, or for nobody.
+        call(r#"{"x":1e20,"y":100000000000000000000.0}"#, ""),
+        call(&format!(r#""{{\"x\":{huge}}}""#), ""),
+        call(r#"{"x":1.5}"#, &id),
+    ] {
+        assert!(read(row.as_bytes())[0].parsed.is_ok(), "{row}");
+    }
+}
+
 #[test]
 fn cut_off_answers_are_marked() {
     let mut row: Value = serde_json::from_str(GOOD).unwrap();

@@ -238,6 +238,51 @@ fn templates_can_tell_null_from_empty() {
     }
 }
 
+/// A turn that only calls tools, under templates that have no place for calls: marks follow the
+/// first two of them, prefixes the third.
+#[test]
+fn an_answer_of_which_the_template_writes_nothing_is_rejected() {
+    let prompt = "{% if add_generation_prompt %}<|im_user|>assistant\n{% endif %}";
+    let answers = [
+        "{{ m.content }}",
+        "{% if m.role == 'assistant' %}<think>\n\n</think>\n{% endif %}{{ m.content }}",
+        "{{ m.content | replace('~', '') | upper }}",
+    ];
+    let turns = json!([
+        {"role": "user", "content": "a~"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]},
+        {"role": "tool", "content": "b"},
+        {"role": "assistant", "content": "Yes."},
+    ]);
+    for content in answers {
+        let source = format!(
+            "{{%- for m in messages -%}}<|im_user|>{{{{ m.role }}}}\n{content}<|im_end|>\
+             {{%- endfor -%}}{prompt}"
+        );
+        let all = with_template(&source, EncodeOptions::default());
+        let reject = encode(&all, chat(&turns)).unwrap_err();
+        assert_eq!(reject.reason, RejectReason::EmptyAnswer, "{content}: {reject}");
+        assert!(reject.detail.starts_with("turn 1: "), "{reject}");
+        // Nothing of it is trained here.
+        let options = EncodeOptions { last_turn_only: true, ..Default::default() };
+        let last = with_template(&source, options);
+        let trained = trained_text(&last, &encode(&last, chat(&turns)).unwrap()).concat();
+        assert!(trained.to_lowercase().ends_with("yes.<|im_end|>"), "{content}: {trained}");
+        let calls = content
+            .replace("{{ m", "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}{{ m");
+        let written = with_template(&source.replace(content, &calls), EncodeOptions::default());
+        let trained = trained_text(&written, &encode(&written, chat(&turns)).unwrap());
+        assert!(trained[0].contains("\"name\": \"f\""), "{content}: {trained:?}");
+    }
+    // Text of a special token is an answer.
+    let encoder = encoder("think", EncodeOptions::default());
+    let named = json!([
+        {"role": "user", "content": "a"}, {"role": "assistant", "content": "<|im_end|>"},
+    ]);
+    let encoded = encode(&encoder, chat(&named)).unwrap();
+    assert_eq!(trained_text(&encoder, &encoded), ["</think><|im_end|><|im_end|>"]);
+}
+
 #[test]
 fn the_end_marker_is_the_token_that_stops_generation() {
     let dir = tempfile::tempdir().unwrap();

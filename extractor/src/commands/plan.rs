@@ -7,7 +7,8 @@ use extractor::plan::Plan;
 
 /// Forecast a run: samples, tokens, rejects, bytes and time. Loads no weights.
 ///
-/// Exits with 1 when the data set would not fit or too many lines are rejected.
+/// Exits with 1 when the data set would not fit or too many lines are rejected, and refuses a data
+/// set as the run would, with its exit code.
 #[derive(clap::Args)]
 pub(crate) struct PlanArgs {
     #[command(flatten)]

@@ -26,7 +26,10 @@ pub(crate) fn run(args: &RetryArgs, out: &mut dyn Write) -> anyhow::Result<bool>
     let manifest = Manifest::open_existing(&args.dataset).with_context(wrong)?;
     let reasons: Vec<&str> = args.reason.iter().map(|reason| reason.name()).collect();
     let lines = manifest.forget_rejects(&reasons).with_context(wrong)?;
-    writeln!(out, "{lines} rejects are pending again; `extractor run` tries them")?;
+    writeln!(
+        out,
+        "{lines} rejects are pending again; the next `extractor run` or `import` tries them"
+    )?;
     writeln!(out, "{}", manifest.conservation()?.in_words("lines"))?;
     Ok(true)
 }

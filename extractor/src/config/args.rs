@@ -11,6 +11,7 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 
 use super::{ExtractConfig, LayerChoice};
+use crate::integers::require_kept;
 use crate::target::{Compute, Device, Exchange, QaNormEps};
 
 /// The configuration flags, to be flattened into a command's arguments.
@@ -97,9 +98,14 @@ impl ConfigArgs {
             }
         };
         self.given.retain(|_, value| !value.is_null());
-        for key in self.given.keys() {
+        for (key, value) in &mut self.given {
             let environment = matches.value_source(key) == Some(ValueSource::EnvVariable);
             self.in_environment.insert(key.clone(), environment);
+            // A flag can be given several values, a variable is one text.
+            if let ("prompts", true, Value::Array(files)) = (key.as_str(), environment, value) {
+                let parts = files.iter().filter_map(Value::as_str).flat_map(|it| it.split(','));
+                *files = parts.map(Value::from).collect();
+            }
         }
         Ok(())
     }
@@ -141,8 +147,8 @@ struct Flags {
     #[arg(long, env = "AERIE_REVISION", value_name = "TEXT")]
     revision: Option<String>,
 
-    /// [data] JSONL files, read in this order.
-    #[arg(long, env = "AERIE_PROMPTS", value_name = "FILE", num_args = 1.., value_delimiter = ',')]
+    /// [data] JSONL files, read in this order; between several in the variable stand commas.
+    #[arg(long, env = "AERIE_PROMPTS", value_name = "FILE", num_args = 1..)]
     prompts: Option<Vec<PathBuf>>,
     /// [data] Longest sample, in tokens.
     #[arg(long, env = "AERIE_MAX_TOKENS", value_name = "TOKENS")]
@@ -189,7 +195,7 @@ struct Flags {
     /// [run] Largest share of rejected lines with which a run still succeeds.
     #[arg(long, env = "AERIE_REJECT_LIMIT", value_name = "SHARE", value_parser = finite)]
     reject_limit: Option<f64>,
-    /// [run] Stop after this many lines.
+    /// [run] Stop after this many lines, or files of an import; those done before count too.
     #[arg(long, env = "AERIE_LIMIT", value_name = "LINES")]
     limit: Option<u64>,
 }
@@ -199,7 +205,9 @@ struct Flags {
 struct JsonObject(Map<String, Value>);
 
 fn json_object(text: &str) -> Result<JsonObject, String> {
-    serde_json::from_str(text)
-        .map(JsonObject)
-        .map_err(|error| format!("a JSON object like {{\"thinking\": false}} is expected: {error}"))
+    let map: Map<String, Value> = serde_json::from_str(text).map_err(|error| {
+        format!("a JSON object like {{\"thinking\": false}} is expected: {error}")
+    })?;
+    require_kept(text, map.values()).map_err(|fault| fault.detail)?;
+    Ok(JsonObject(map))
 }

@@ -98,7 +98,7 @@ pub struct RunConfig {
     pub shard_bytes: u64,
     /// Largest share of rejected lines, 0 to 1, with which a run still succeeds.
     pub reject_limit: f64,
-    /// Stop after this many lines.
+    /// Stop after this many lines, or files of an import; those done before count too.
     pub limit: Option<u64>,
 }
 

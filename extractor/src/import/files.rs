@@ -4,19 +4,19 @@
 
 use std::fs::{self, File, TryLockError};
 use std::io::{self, BufReader, Seek, SeekFrom};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use half::{bf16, f16};
 use safetensors::tensor::Dtype;
-use shared::diagnosis::{self, Expected};
+use shared::CaptureSpec;
 use shared::digest::Digest;
 use shared::files::{Files, RealFiles};
-use shared::foreign::{TOKEN_NAMES, stack_fault};
+use shared::foreign::TOKEN_NAMES;
 use shared::header::{HeaderError, HeaderLimits, ShardHeader, TensorEntry};
-use shared::{CaptureSpec, LayerIndex};
 
-use super::{ImportError, bad_states, reading};
+use super::naming::{self, STATES};
+use super::{ImportError, bad_states, reading, values};
 use crate::capture::LayerRows;
 use crate::reject::{Fault, RejectReason};
 
@@ -94,10 +94,12 @@ fn bad_tokens(detail: impl Into<String>) -> Refusal {
     Refusal::Fault(Fault::new(RejectReason::BadTokens, detail))
 }
 
-/// An open file of which nothing has been read.
+/// An open file.
 pub(super) struct StatesFile {
     file: File,
     bytes: u64,
+    /// Seconds and nanoseconds of its last change.
+    modified: (i64, i64),
 }
 
 impl StatesFile {
@@ -115,8 +117,19 @@ impl StatesFile {
                 "its writer holds the .lock beside it: import again when it has finished",
             ));
         }
-        let bytes = file.metadata()?.len();
-        Ok(Self { file, bytes })
+        let (bytes, modified) = stamp(&file)?;
+        Ok(Self { file, bytes, modified })
+    }
+
+    /// Refuses what was read if the file was changed meanwhile: its parts and its digest may be of
+    /// different versions.
+    pub(super) fn require_unchanged(&self) -> Result<(), Refusal> {
+        match stamp(&self.file)? == (self.bytes, self.modified) {
+            true => Ok(()),
+            false => {
+                Err(bad_file("it was changed while it was read: import again when it is done"))
+            }
+        }
     }
 
     /// BLAKE3 and bytes of the whole file.
@@ -142,6 +155,11 @@ impl StatesFile {
     }
 }
 
+fn stamp(file: &File) -> io::Result<(u64, (i64, i64))> {
+    let metadata = file.metadata()?;
+    Ok((metadata.len(), (metadata.mtime(), metadata.mtime_nsec())))
+}
+
 /// vLLM locks `FILE.lock` while it writes FILE.
 fn is_being_written(path: &Path) -> bool {
     let mut lock = path.as_os_str().to_owned();
@@ -157,13 +175,31 @@ pub(super) struct Contents<'a> {
 }
 
 impl Contents<'_> {
-    /// Token ids, [tokens].
-    pub(super) fn token_ids(&self) -> Result<Vec<u32>, Refusal> {
-        let named = TOKEN_NAMES.iter().find_map(|name| self.header.tensor(name));
-        let tensor = named.ok_or_else(|| {
-            bad_tokens(format!("none of the tensors {} is there", TOKEN_NAMES.join(", ")))
-        })?;
-        self.integers(tensor, "a token id")
+    /// Token ids, [tokens]: the same under each of their names that is there.
+    pub(super) fn token_ids(&self, spec: &CaptureSpec) -> Result<Vec<u32>, Refusal> {
+        let mut named = TOKEN_NAMES.iter().filter_map(|name| self.header.tensor(name));
+        let Some(first) = named.next() else {
+            let none = format!("none of the tensors {} is there", TOKEN_NAMES.join(", "));
+            return Err(bad_tokens(match self.header.tensor(STATES) {
+                Some(_) => none,
+                None => {
+                    format!("{none}, and {}", naming::in_place_of_states(&self.header, None, spec))
+                }
+            }));
+        };
+        let ids: Vec<u32> = self.integers(first, "a token id")?;
+        for other in named {
+            let others: Vec<u32> = self.integers(other, "a token id")?;
+            if others != ids {
+                let common = ids.iter().zip(&others).take_while(|(a, b)| a == b).count();
+                return Err(bad_tokens(format!(
+                    "{} and {} part at [{common}], and the states are of one of them: have only \
+                     that one written",
+                    first.name, other.name
+                )));
+            }
+        }
+        Ok(ids)
     }
 
     /// The loss mask, [tokens], if there is one.
@@ -208,15 +244,14 @@ impl Contents<'_> {
         values.collect()
     }
 
-    /// The first `kept` of the file's `tokens` rows, one [kept, hidden] tensor a layer of `spec`.
-    pub(super) fn states(
+    /// The tensor with the states of so many tokens, [tokens, layers, hidden].
+    pub(super) fn states_tensor(
         &self,
         tokens: usize,
-        kept: usize,
         spec: &CaptureSpec,
-    ) -> Result<Vec<LayerRows>, Refusal> {
-        let tensor = self.header.tensor("hidden_states").ok_or_else(|| {
-            bad_states("no tensor `hidden_states`, which holds [tokens, layers, hidden]")
+    ) -> Result<&TensorEntry, Refusal> {
+        let tensor = self.header.tensor(STATES).ok_or_else(|| {
+            bad_states(naming::in_place_of_states(&self.header, Some(tokens), spec))
         })?;
         if !matches!(tensor.dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32) {
             return Err(bad_states(format!(
@@ -225,21 +260,28 @@ impl Contents<'_> {
                 tensor.dtype
             )));
         }
-        require_shape(tensor, tokens, spec)?;
+        match naming::shape_fault(tensor, tokens, spec) {
+            None => Ok(tensor),
+            Some(fault) => Err(bad_states(fault)),
+        }
+    }
+
+    /// The first rows of [`Self::states_tensor`], those of the tokens `ids`: one [ids, hidden]
+    /// tensor a layer of `spec`.
+    pub(super) fn states(
+        &self,
+        tensor: &TensorEntry,
+        ids: &[u32],
+        spec: &CaptureSpec,
+    ) -> Result<Vec<LayerRows>, Refusal> {
         let width = spec.layers.len() * spec.hidden_size * tensor.dtype.bitsize() / 8;
-        let bytes = self.read(tensor.start, kept.min(tokens) * width)?;
-        require_filled(&bytes, width, spec)?;
+        let bytes = self.read(tensor.start, ids.len() * width)?;
         let layers = (0..spec.layers.len()).map(|layer| gather(&bytes, layer, tensor.dtype, spec));
         let layers: Vec<LayerRows> = layers.collect();
-        for (at, rows) in layers.iter().enumerate() {
-            if let Some(twin) = layers.iter().take(at).position(|other| other == rows) {
-                let (layer, twin) = (name(spec, at), name(spec, twin));
-                return Err(bad_states(format!(
-                    "layer {layer} equals layer {twin}: one buffer was captured twice"
-                )));
-            }
+        match values::fault(&layers, ids, spec) {
+            None => Ok(layers),
+            Some(fault) => Err(bad_states(fault)),
         }
-        Ok(layers)
     }
 
     fn read(&self, start: u64, bytes: usize) -> Result<Vec<u8>, Refusal> {
@@ -247,52 +289,6 @@ impl Contents<'_> {
         self.file.read_exact_at(&mut buffer, start)?;
         Ok(buffer)
     }
-}
-
-/// Exactly [tokens, layers, hidden]; names what else it is.
-fn require_shape(tensor: &TensorEntry, tokens: usize, spec: &CaptureSpec) -> Result<(), Refusal> {
-    let layers = spec.layers.len();
-    match *tensor.shape.as_slice() {
-        [s, n, h] if (s, n, h) == (tokens, layers, spec.hidden_size) => return Ok(()),
-        [n, s, _] if s == tokens && n != tokens => {
-            let detail = format!("hidden_states {:?}: layers come first, transpose", tensor.shape);
-            return Err(bad_states(detail));
-        }
-        _ => {}
-    }
-    if let Some(fault) = stack_fault(tensor, Some(tokens)) {
-        return Err(bad_states(fault));
-    }
-    let expected = Expected { layers, tokens, hidden_size: spec.hidden_size };
-    let shapes = match *tensor.shape.as_slice() {
-        [s, n, h] => vec![vec![s, h]; n],
-        _ => vec![tensor.shape.clone()],
-    };
-    let shapes: Vec<&[usize]> = shapes.iter().map(Vec::as_slice).collect();
-    match diagnosis::check_shapes(&expected, &shapes, &[]) {
-        Ok(()) => Ok(()),
-        Err(fault) => Err(bad_states(fault.to_string())),
-    }
-}
-
-/// No residual stream is zero: such a row was never written.
-fn require_filled(bytes: &[u8], width: usize, spec: &CaptureSpec) -> Result<(), Refusal> {
-    for (row, layers) in bytes.chunks_exact(width.max(1)).enumerate() {
-        let states = layers.chunks_exact((width / spec.layers.len().max(1)).max(1));
-        for (at, state) in states.enumerate() {
-            if state.iter().all(|&byte| byte == 0) {
-                let layer = name(spec, at);
-                return Err(bad_states(format!(
-                    "layer {layer}: row {row} is all zeros: padding, or never captured"
-                )));
-            }
-        }
-    }
-    Ok(())
-}
-
-fn name(spec: &CaptureSpec, at: usize) -> LayerIndex {
-    spec.layers.get(at).copied().unwrap_or(LayerIndex(0))
 }
 
 /// The rows of one of the layers that alternate in `bytes`.
@@ -309,5 +305,22 @@ fn gather(bytes: &[u8], layer: usize, dtype: Dtype, spec: &CaptureSpec) -> Layer
             let values = rows.flat_map(|row| row.as_chunks().0);
             LayerRows::F32(values.map(|&value| f32::from_le_bytes(value)).collect())
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    #[test]
+    fn a_file_that_is_changed_while_it_is_read_is_refused() {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        file.write_all(b"states").unwrap();
+        let Ok(opened) = StatesFile::open(file.path()) else { panic!("not opened") };
+        assert!(opened.require_unchanged().is_ok());
+        file.write_all(b"!").unwrap();
+        assert!(matches!(opened.require_unchanged(), Err(Refusal::Fault(_))));
     }
 }

@@ -151,10 +151,10 @@ pub(crate) struct Record<'a> {
 
 impl<'a> Record<'a> {
     /// `unit` is what the inputs consist of: lines, or files.
-    pub(crate) fn begin(
+    pub(crate) fn begin<'i>(
         manifest: &'a Manifest,
         config: &ExtractConfig,
-        inputs: &[InputFile],
+        inputs: impl IntoIterator<Item = &'i InputFile>,
         unit: &'static str,
     ) -> Result<Self, PipelineError> {
         for input in inputs {

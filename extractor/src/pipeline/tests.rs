@@ -258,11 +258,40 @@ fn a_prompts_file_that_is_cut_during_a_run_is_said_and_costs_nothing() {
     let error = run_with(&config, &Shutdown::default(), &open).unwrap_err();
     assert_eq!(error.exit_code(), 65);
     let words = shared::error_chain::in_words(&error);
-    assert!(words.contains("were counted when the run began"), "{words}");
+    assert!(words.contains("was changed after it was looked at first"), "{words}");
+    // The last waited for others to fill its batch.
+    assert_eq!(lines(dir.path()).0, 7);
     shared::durable::write_file(path, long.as_bytes()).unwrap();
     run_with(&config, &Shutdown::default(), &target::open).unwrap();
     let (committed, rejected, pending) = lines(dir.path());
     assert_eq!((committed, rejected, pending), (8, 0, 0));
+}
+
+#[test]
+fn a_prompts_file_that_is_rewritten_during_a_run_is_not_mixed_with_its_other_version() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path());
+    let path = &config.data.prompts[0];
+    let text = std::fs::read_to_string(path).unwrap();
+    // Longer than what is read ahead; the last line, which is read after the rewriting, is new.
+    let many = text.repeat(1 + (1 << 19) / text.len());
+    let last = |id: &str| text.lines().next().unwrap().replace("[100,", id);
+    let (one, other) = (many.clone() + &last("[98,"), many + &last("[99,"));
+    assert_eq!(one.len(), other.len());
+    shared::durable::write_file(path, one.as_bytes()).unwrap();
+    let open = |options: &EngineOptions| -> Result<Box<dyn TargetModel>, TargetError> {
+        let mut file = std::fs::OpenOptions::new().write(true).open(path).unwrap();
+        std::io::Write::write_all(&mut file, other.as_bytes()).unwrap();
+        target::open(options)
+    };
+    let error = run_with(&config, &Shutdown::default(), &open).unwrap_err();
+    assert_eq!(error.exit_code(), 65);
+    let words = shared::error_chain::in_words(&error);
+    assert!(words.contains("prompts.jsonl was changed after it was looked at"), "{words}");
+    assert_eq!(lines(dir.path()).0, 7, "what was captured is kept");
+    // Either version is whole, and what was read is part of both.
+    run_with(&config, &Shutdown::default(), &target::open).unwrap();
+    assert_eq!(lines(dir.path()), (9, 0, 0));
 }
 
 #[test]

@@ -84,6 +84,6 @@ fn write(mut sink: ShardSink<'_>, work: &Receiver<Work>) -> Result<Written, Sink
             Work::End => return sink.finish(),
         }
     }
-    // The run failed elsewhere: what is not committed yet is done again by the next.
+    // The run panicked: what is not committed yet is done again by the next.
     Ok(Written::default())
 }
