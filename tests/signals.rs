@@ -234,6 +234,10 @@ fn output_that_finds_no_room_is_an_error_of_the_disk_and_costs_nothing() {
         assert!(words.contains("writing to standard output"), "{args:?}: {words}");
         assert!(words.contains("No space left on device"), "{args:?}: {words}");
     }
+    let ended = command("trainer", dir, &["config"]).stdout(full()).output().unwrap();
+    let words = String::from_utf8(ended.stderr).unwrap();
+    assert_eq!(ended.status.code(), Some(74), "{words}");
+    assert!(words.contains("writing to standard output"), "{words}");
     // What went wrong before there was anything to say comes first.
     let wrong = [&run, &["--revision", "abc"][..]].concat();
     let ended = command("extractor", dir, &wrong).stdout(full()).output().unwrap();

@@ -17,6 +17,7 @@ pub mod input_file;
 pub mod intake;
 mod integers;
 pub mod layout;
+pub mod output;
 pub mod pipeline;
 pub mod plan;
 pub mod progress;

@@ -2,13 +2,14 @@
 
 mod commands;
 
-use std::io::{self, BufWriter, ErrorKind, IsTerminal, StdoutLock, Write};
+use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use clap::{Parser, ValueEnum};
 use commands::{
     audit, bench, check, config, import, inspect, plan, query, rebuild, retry, run, seal,
 };
+use extractor::output::{Output, OutputFault, written};
 use extractor::shutdown::EXIT_STOPPED;
 use extractor::target::{EXIT_DIED, exit_at_once};
 use tracing_subscriber::EnvFilter;
@@ -57,9 +58,6 @@ enum Command {
     Bench(bench::BenchArgs),
 }
 
-/// Exit code of an error of the system's files.
-const EXIT_IO: u8 = 74;
-
 /// The work up to here is committed, and a signal ended the run.
 #[derive(Debug, thiserror::Error)]
 #[error("stopped by a signal; everything captured is committed, rerun to continue")]
@@ -68,7 +66,7 @@ struct Stopped;
 fn main() -> ExitCode {
     let cli = Cli::parse();
     start_log(&cli.trace);
-    let mut out = BufWriter::new(Output { stdout: std::io::stdout().lock(), fault: None });
+    let mut out = Output::blocks();
     let outcome = match &cli.command {
         Command::Run(args) => run::run(args, &mut out),
         Command::Import(args) => import::run(args, &mut out),
@@ -83,16 +81,7 @@ fn main() -> ExitCode {
         Command::Check(args) => check::run(args, &mut out),
         Command::Bench(args) => bench::run(args, &mut out),
     };
-    let failed_within = out.get_ref().fault.is_some();
-    let flushed = out.flush();
-    let outcome = match (outcome, out.get_mut().fault.take()) {
-        (Err(error), _) if !failed_within => Err(error),
-        // A reader that has seen enough is no failure.
-        (_, Some(fault)) if fault.kind() == ErrorKind::BrokenPipe => return ExitCode::SUCCESS,
-        (_, Some(fault)) => Err(OutputFault(fault).into()),
-        (outcome, None) => outcome.and_then(|passed| flushed.map(|()| passed).map_err(Into::into)),
-    };
-    match outcome {
+    match written(outcome, out) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
@@ -105,44 +94,6 @@ fn main() -> ExitCode {
         }
     }
 }
-
-/// Standard output, which keeps the error that ended it: what a command makes of it, as a
-/// serializer does, may not say.
-struct Output {
-    stdout: StdoutLock<'static>,
-    fault: Option<io::Error>,
-}
-
-impl Output {
-    fn note<T>(&mut self, done: io::Result<T>) -> io::Result<T> {
-        if let Err(error) = &done
-            && error.kind() != ErrorKind::Interrupted
-        {
-            let same = error.raw_os_error().map(io::Error::from_raw_os_error);
-            self.fault.get_or_insert(same.unwrap_or_else(|| error.kind().into()));
-        }
-        done
-    }
-}
-
-impl Write for Output {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let done = self.stdout.write(bytes);
-        self.note(done)
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        let done = self.stdout.flush();
-        self.note(done)
-    }
-}
-
-/// What the command has to say can't be written.
-#[derive(Debug, thiserror::Error)]
-#[error(
-    "writing to standard output (what was committed stays; run again with room for the output)"
-)]
-struct OutputFault(#[source] io::Error);
 
 /// Words go to stderr: `RUST_LOG` decides which, `--trace` adds to them.
 fn start_log(traces: &[Trace]) {
@@ -168,11 +119,11 @@ fn exit_code(error: &anyhow::Error) -> u8 {
     }
     let code = |cause: &(dyn std::error::Error + 'static)| {
         let stopped = cause.downcast_ref::<Stopped>().map(|_| EXIT_STOPPED);
-        let output = cause.downcast_ref::<OutputFault>().map(|_| EXIT_IO);
-        stopped.or(output).or_else(|| {
+        stopped.or_else(|| {
             code_of!(
                 cause,
                 commands::Usage,
+                OutputFault,
                 extractor::pipeline::PipelineError,
                 extractor::plan::PlanError,
                 extractor::config::ConfigError,

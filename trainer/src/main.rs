@@ -1,9 +1,9 @@
 //! The `trainer` command line: one subcommand a file, and the exit code of each kind of error.
 
-use std::io::Write;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use extractor::output::{Output, written};
 use extractor::target::{EXIT_DIED, exit_at_once};
 
 mod commands;
@@ -35,7 +35,7 @@ enum Command {
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     log(&arguments);
-    let mut out = std::io::stdout().lock();
+    let mut out = Output::lines();
     let outcome = match &arguments.command {
         Command::Fit(args) => commands::fit::run(args, &mut out),
         Command::Evaluate(args) => commands::evaluate::run(args, &mut out),
@@ -44,19 +44,14 @@ fn main() -> ExitCode {
         Command::Bench(args) => commands::bench::run(args, &mut out),
         Command::Config(args) => commands::config::run(args, &mut out),
     };
-    match outcome {
+    match written(outcome, out) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
-        Err(error) if commands::is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
             tracing::error!("{error:#}");
             match commands::exit_code(&error) {
                 // A device that does not answer would keep an orderly exit waiting.
-                code @ EXIT_DIED => {
-                    // Nothing is left to say if this fails.
-                    let _ = out.flush();
-                    exit_at_once(code)
-                }
+                code @ EXIT_DIED => exit_at_once(code),
                 code => ExitCode::from(code),
             }
         }

@@ -14,6 +14,7 @@ mod live;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
+use extractor::output::OutputFault;
 use extractor::shutdown::EXIT_STOPPED;
 use extractor::target::exit_at_once;
 use trainer::acceptance::EvaluateError;
@@ -71,6 +72,7 @@ fn code(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
     let io = error.downcast_ref::<std::io::Error>().map(|_| 74);
     let stopped = error.downcast_ref::<Stopped>().map(|_| EXIT_STOPPED);
     first_of!(
+        OutputFault,
         Usage,
         FitError,
         CheckpointError,
@@ -115,13 +117,6 @@ fn end_saying(words: String, code: u8) -> ! {
     exit_at_once(code)
 }
 
-/// Whether the reader of stdout went away, which is no failure of ours. What is written there fails
-/// with a bare error; a broken connection to another process is the cause of one of ours.
-pub(crate) fn is_broken_pipe(error: &anyhow::Error) -> bool {
-    let pipe = |error: &std::io::Error| error.kind() == std::io::ErrorKind::BrokenPipe;
-    error.chain().next().and_then(|it| it.downcast_ref::<std::io::Error>()).is_some_and(pipe)
-}
-
 #[cfg(test)]
 mod tests {
     use std::io::{Error, ErrorKind};
@@ -130,12 +125,8 @@ mod tests {
 
     #[test]
     fn a_lost_process_is_no_reader_that_went_away() {
-        let pipe = || Error::from(ErrorKind::BrokenPipe);
-        assert!(is_broken_pipe(&pipe().into()));
-        let lost =
-            anyhow::Error::from(FitError::from(WorldError::Lost { rank: 0, source: pipe() }));
-        assert!(!is_broken_pipe(&lost));
+        let source = Error::from(ErrorKind::BrokenPipe);
+        let lost = anyhow::Error::from(FitError::from(WorldError::Lost { rank: 0, source }));
         assert_eq!(exit_code(&lost), 75);
-        assert!(!is_broken_pipe(&Error::from(ErrorKind::StorageFull).into()));
     }
 }
