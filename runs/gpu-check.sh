@@ -37,6 +37,8 @@ check_all() {
         for batches in "" --together; do
             check models/nano-kimi $golden/nano_kimi_int4.safetensors $compute $tp $exchange $batches
             check tests/fixtures/tiny-odd $golden/tiny_odd.safetensors $compute $tp $exchange $batches
+            check tests/fixtures/tiny-qwen3-moe $golden/tiny_qwen3_moe.safetensors $compute $tp $exchange \
+                $batches
             check tests/fixtures/stories260k $golden/stories260k.safetensors $compute $tp $exchange \
                 $batches
         done

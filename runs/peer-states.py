@@ -57,11 +57,11 @@ def load(folder):
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     given = tensors(folder)
-    experts = [n for n in model.state_dict() if n.endswith("mlp.experts.gate_up_proj")]
-    for name in experts:  # the library keeps the experts of a layer in one tensor
+    merged = {n: t for n, t in model.state_dict().items() if n.endswith("experts.gate_up_proj")}
+    for name, tensor in merged.items():  # the library keeps the experts of a layer in one tensor
         stem = name.removesuffix("gate_up_proj")
         each = lambda n, part: given.pop(f"{stem}{n}.{part}_proj.weight")
-        count = config.n_routed_experts
+        count = len(tensor)
         given[name] = torch.stack(
             [torch.cat([each(n, "gate"), each(n, "up")]) for n in range(count)]
         )

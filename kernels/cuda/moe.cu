@@ -4,7 +4,7 @@
 struct RouteArgs {
     Mat logits;
     u64 bias, indices, weights, margins;
-    u32 rows, experts, top_k, groups, kept_groups, normalise;
+    u32 rows, experts, top_k, groups, kept_groups, normalise, softmax;
     float scale;
 };
 
@@ -103,6 +103,28 @@ __device__ __forceinline__ void close_groups(const RouteArgs& a, const float* se
     __syncwarp();
 }
 
+// What makes scores of a row's logits: the sigmoid of each, or its share of all.
+struct Scores {
+    bool softmax;
+    float most, sum;
+
+    __device__ __forceinline__ float of(float logit) const {
+        if (softmax) return expf(logit - most) / sum;
+        return 1.0f / (1.0f + expf(-logit));
+    }
+};
+
+__device__ __forceinline__ Scores scores_of(const RouteArgs& a, const float* logits) {
+    Scores scores = {a.softmax != 0, -INFINITY_F, 0.0f};
+    if (!scores.softmax) return scores;
+    u32 lane = threadIdx.x % 32;
+    for (u32 e = lane; e < a.experts; e += 32) scores.most = fmaxf(scores.most, logits[e]);
+    scores.most = warp_max(scores.most);
+    for (u32 e = lane; e < a.experts; e += 32) scores.sum += expf(logits[e] - scores.most);
+    scores.sum = warp_sum(scores.sum);
+    return scores;
+}
+
 // A warp for each row.
 extern "C" __global__ void __launch_bounds__(128) route_top_k(RouteArgs a) {
     extern __shared__ float memory[];
@@ -113,8 +135,9 @@ extern "C" __global__ void __launch_bounds__(128) route_top_k(RouteArgs a) {
     float* scores = selection + a.experts;
     const float* logits = row_of<const float>(a.logits, r);
     const float* bias = reinterpret_cast<const float*>(a.bias);
+    Scores rule = scores_of(a, logits);
     for (u32 e = lane; e < a.experts; e += 32) {
-        float s = 1.0f / (1.0f + expf(-logits[e]));
+        float s = rule.of(logits[e]);
         scores[e] = s;
         selection[e] = s + bias[e];
     }
@@ -194,13 +217,14 @@ extern "C" __global__ void __launch_bounds__(128) route_top_k_few(RouteArgs a) {
     float* scores = memory[threadIdx.x / 32];
     const float* logits = row_of<const float>(a.logits, r);
     const float* bias = reinterpret_cast<const float*>(a.bias);
+    Scores rule = scores_of(a, logits);
     u32 keys[OWN], key = 0, own = 0;
 #pragma unroll
     for (u32 i = 0; i < OWN; i++) {
         u32 e = i * 32 + lane;
         keys[i] = 0;
         if (e < a.experts) {
-            float s = 1.0f / (1.0f + expf(-logits[e]));
+            float s = rule.of(logits[e]);
             scores[e] = s;
             keys[i] = sort_key(s + bias[e]);
         }

@@ -1,9 +1,20 @@
-//! Choice of experts: sigmoid scores, a bias that counts only for the choice, groups, top k.
+//! Choice of experts: scores, a bias that counts only for the choice, groups, top k.
 //! Knows nothing of the experts themselves.
+
+/// What becomes of an expert's logit.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Scoring {
+    /// The sigmoid of each (DeepSeek-V3, Kimi).
+    Sigmoid,
+    /// The softmax over all (Qwen3-MoE).
+    Softmax,
+}
 
 /// How a layer chooses its experts.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct RouterRule<'a> {
+    /// Scores of the experts.
+    pub scoring: Scoring,
     /// Experts chosen for a token.
     pub top_k: usize,
     /// Groups of neighbouring experts of equal size; 1 for none.
@@ -44,7 +55,7 @@ pub fn route_top_k(logits: &[f32], rule: &RouterRule<'_>) -> Routing {
     let mut open = vec![true; experts];
     let mut selection = vec![0.0; experts];
     for logits in logits.chunks_exact(experts) {
-        let scores: Vec<f32> = logits.iter().map(|&logit| sigmoid(logit)).collect();
+        let scores = scores(logits, rule.scoring);
         for ((selection, score), bias) in selection.iter_mut().zip(&scores).zip(rule.bias) {
             *selection = score + bias;
         }
@@ -64,7 +75,7 @@ pub fn weigh_given(logits: &[f32], indices: &[u32], rule: &RouterRule<'_>) -> Ro
     let mut routing = Routing { indices: indices.to_vec(), weights: vec![], margins: vec![] };
     let mut open = vec![true; experts];
     for (logits, given) in logits.chunks_exact(experts).zip(indices.chunks_exact(rule.top_k)) {
-        let scores: Vec<f32> = logits.iter().map(|&logit| sigmoid(logit)).collect();
+        let scores = scores(logits, rule.scoring);
         let selection: Vec<f32> = scores.iter().zip(rule.bias).map(|(s, bias)| s + bias).collect();
         open_groups(&mut open, &selection, rule);
         given.iter().for_each(|&expert| open[expert as usize] = false);
@@ -89,8 +100,17 @@ fn assert_rule(rule: &RouterRule<'_>, logits: usize) {
     );
 }
 
-fn sigmoid(x: f32) -> f32 {
-    1.0 / (1.0 + (-x).exp())
+fn scores(logits: &[f32], scoring: Scoring) -> Vec<f32> {
+    match scoring {
+        Scoring::Sigmoid => logits.iter().map(|&x| 1.0 / (1.0 + (-x).exp())).collect(),
+        Scoring::Softmax => {
+            let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let mut scores: Vec<f32> = logits.iter().map(|&x| (x - most).exp()).collect();
+            let sum: f32 = scores.iter().sum();
+            scores.iter_mut().for_each(|score| *score /= sum);
+            scores
+        }
+    }
 }
 
 /// Marks the experts of the groups that may be chosen from.
@@ -219,8 +239,9 @@ mod tests {
             let grid = &grid[..3 * experts];
             let logits: Vec<f32> = grid.iter().map(|&g| f32::from(g) / 2.0).collect();
             let bias: Vec<f32> = biases[..experts].iter().map(|&b| f32::from(b) / 16.0).collect();
+            let (scoring, bias) = (Scoring::Sigmoid, &bias[..]);
             let rule =
-                RouterRule { top_k, groups, kept_groups, bias: &bias, normalise, scale: 2.5 };
+                RouterRule { scoring, top_k, groups, kept_groups, bias, normalise, scale: 2.5 };
             let routing = route_top_k(&logits, &rule);
             for (t, logits) in logits.chunks(experts).enumerate() {
                 let (indices, weights, margin) = route_slow(logits, &rule);
@@ -234,10 +255,41 @@ mod tests {
         }
     }
 
+    proptest! {
+        #[test]
+        fn softmax_chooses_by_logit_and_weighs_by_share(
+            logits in prop::collection::vec(-30i8..30, 2..40),
+            top_k in any::<prop::sample::Index>(),
+            normalise in any::<bool>(),
+        ) {
+            let experts = logits.len();
+            let (scoring, top_k) = (Scoring::Softmax, 1 + top_k.index(experts));
+            let (groups, kept_groups, bias) = (1, 1, &vec![0.0; experts][..]);
+            let rule =
+                RouterRule { scoring, top_k, groups, kept_groups, bias, normalise, scale: 2.0 };
+            let single: Vec<f32> = logits.iter().map(|&x| f32::from(x) / 4.0).collect();
+            let routing = route_top_k(&single, &rule);
+            let mut order: Vec<usize> = (0..experts).collect();
+            order.sort_by_key(|&expert| (-i32::from(logits[expert]), expert));
+            order.truncate(top_k);
+            let share = |expert: usize| (f64::from(logits[expert]) / 4.0).exp();
+            let all: f64 = (0..experts).map(share).sum();
+            let sum = if normalise { order.iter().map(|&e| share(e)).sum() } else { all };
+            for (&expert, (index, weight)) in
+                order.iter().zip(routing.indices.iter().zip(&routing.weights))
+            {
+                prop_assert_eq!(expert as u32, *index);
+                prop_assert!((f64::from(*weight) - 2.0 * share(expert) / sum).abs() < 1e-6);
+            }
+            prop_assert_eq!(weigh_given(&single, &routing.indices, &rule), routing);
+        }
+    }
+
     #[test]
     fn the_bias_chooses_but_does_not_weigh() {
         let bias = [0.0, 0.0, 0.5, 0.0];
         let rule = RouterRule {
+            scoring: Scoring::Sigmoid,
             top_k: 2,
             groups: 1,
             kept_groups: 1,
@@ -254,6 +306,7 @@ mod tests {
     #[test]
     fn experts_that_are_given_are_weighed_and_their_margin_says_that_others_are_better() {
         let rule = RouterRule {
+            scoring: Scoring::Sigmoid,
             top_k: 2,
             groups: 1,
             kept_groups: 1,
@@ -270,6 +323,7 @@ mod tests {
     #[test]
     fn a_token_of_nan_has_nan_weights() {
         let rule = RouterRule {
+            scoring: Scoring::Sigmoid,
             top_k: 1,
             groups: 1,
             kept_groups: 1,

@@ -191,6 +191,10 @@ impl Ops for CpuOps {
         Ok(source.vector(name, len, range)?)
     }
 
+    fn zero_vector(&mut self, len: usize) -> Result<Vec<f32>, TargetError> {
+        Ok(vec![0.0; len])
+    }
+
     fn load_experts(
         &mut self,
         source: &Source,

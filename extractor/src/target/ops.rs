@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use kernels::router::RouterRule;
+use kernels::router::{RouterRule, Scoring};
 
 use super::error::TargetError;
 use super::model::{Stage, StageTimes};
@@ -96,6 +96,9 @@ pub(super) trait Ops: Send {
         len: usize,
         range: Range<usize>,
     ) -> Result<Self::Buffer, TargetError>;
+
+    /// A vector of `len` zeros, in place of one that a model does not have.
+    fn zero_vector(&mut self, len: usize) -> Result<Self::Buffer, TargetError>;
 
     /// Reads routed experts, named `prefix` and their index.
     fn load_experts(
@@ -409,6 +412,8 @@ pub(super) struct AttentionDims<'a> {
 pub(super) struct RouteRule {
     /// Routed experts of the whole model.
     pub num_experts: usize,
+    /// Scores of the experts.
+    pub scoring: Scoring,
     /// Experts a row.
     pub top_k: usize,
     /// Groups of experts.
@@ -425,6 +430,7 @@ impl RouteRule {
     /// The rule on the host, with the `bias` of the choice.
     pub(super) fn with_bias<'a>(&self, bias: &'a [f32]) -> RouterRule<'a> {
         RouterRule {
+            scoring: self.scoring,
             top_k: self.top_k,
             groups: self.num_groups,
             kept_groups: self.topk_group,

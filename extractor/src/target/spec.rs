@@ -1,11 +1,14 @@
 //! Dimensions of a target model, read from `config.json` and checked. Knows nothing of weights.
 
+mod moe;
+
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::Path;
 
 use clap::ValueEnum;
 use kernels::rope::YarnParams;
+use kernels::router::Scoring;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -132,6 +135,8 @@ pub struct GqaSpec {
 pub struct MoeSpec {
     /// Routed experts.
     pub num_experts: usize,
+    /// Scores of the experts; with sigmoids there is a bias for the choice.
+    pub scoring: Scoring,
     /// Experts a token.
     pub top_k: usize,
     /// Width of a routed expert.
@@ -184,7 +189,7 @@ impl std::fmt::Display for QaNormEps {
 
 const DEEPSEEK: [&str; 2] = ["deepseek_v3", "kimi_k2"];
 const NESTED: [&str; 1] = ["kimi_k25"];
-const DENSE: [&str; 3] = ["llama", "qwen2", "qwen3"];
+const GROUPED_QUERY: [&str; 4] = ["llama", "qwen2", "qwen3", "qwen3_moe"];
 
 /// Longest `config.json` in bytes; those of known models have a few thousand.
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
@@ -223,10 +228,10 @@ impl TargetSpec {
         };
         if DEEPSEEK.contains(&inner_type.as_str()) {
             Self::deepseek(&fields, model_type)
-        } else if DENSE.contains(&inner_type.as_str()) {
-            Self::dense(&fields, model_type, &inner_type)
+        } else if GROUPED_QUERY.contains(&inner_type.as_str()) {
+            Self::grouped_query(&fields, model_type, &inner_type)
         } else {
-            let supported = [&DEEPSEEK[..], &NESTED, &DENSE].concat().join(", ");
+            let supported = [&DEEPSEEK[..], &NESTED, &GROUPED_QUERY].concat().join(", ");
             Err(TargetError::UnsupportedModel { model_type: inner_type, supported })
         }
     }
@@ -260,12 +265,16 @@ impl TargetSpec {
         fields.require("rope_scaling", rope.amplitude() == 1.0, || {
             "scales cos and sin; with MLA, mscale and mscale_all_dim must be equal".to_owned()
         })?;
-        let moe = MoeSpec::read(fields)?;
+        let moe = MoeSpec::deepseek(fields)?;
         Self::finish(fields, (model_type, rope, AttentionSpec::Mla(attention), Some(moe)))
     }
 
-    /// `family` is one of [`DENSE`], also where `model_type` wraps it.
-    fn dense(fields: &Fields<'_>, model_type: String, family: &str) -> Result<Self, TargetError> {
+    /// `family` is one of [`GROUPED_QUERY`], also where `model_type` wraps it.
+    fn grouped_query(
+        fields: &Fields<'_>,
+        model_type: String,
+        family: &str,
+    ) -> Result<Self, TargetError> {
         let hidden = fields.size("hidden_size", 1..=1 << 16)?;
         let heads = fields.size("num_attention_heads", 1..=1024)?;
         let kv_heads = fields.size_or("num_key_value_heads", 1..=1024, heads)?;
@@ -297,11 +306,15 @@ impl TargetSpec {
             num_heads: heads,
             num_kv_heads: kv_heads,
             head_dim,
-            qk_norm: family == "qwen3",
+            qk_norm: family.starts_with("qwen3"),
             qkv_bias: bias,
         };
         let rope = RopeSpec::read(fields, head_dim, false)?;
-        Self::finish(fields, (model_type, rope, AttentionSpec::Gqa(attention), None))
+        let moe = match family {
+            "qwen3_moe" => Some(MoeSpec::qwen3(fields)?),
+            _ => None,
+        };
+        Self::finish(fields, (model_type, rope, AttentionSpec::Gqa(attention), moe))
     }
 
     fn finish(
@@ -417,53 +430,5 @@ impl RopeScaling {
 impl YarnSpec {
     fn magnitude(&self, coefficient: f64) -> f64 {
         if self.factor <= 1.0 { 1.0 } else { 0.1 * coefficient * self.factor.ln() + 1.0 }
-    }
-}
-
-impl MoeSpec {
-    fn read(fields: &Fields<'_>) -> Result<Self, TargetError> {
-        let scoring = fields.text_or("scoring_func", "sigmoid")?;
-        fields.require("scoring_func", scoring == "sigmoid", || {
-            format!("is `{scoring}`; only sigmoid is supported")
-        })?;
-        let method = fields.text_or("topk_method", "noaux_tc")?;
-        fields.require("topk_method", method == "noaux_tc", || {
-            format!("is `{method}`; only noaux_tc is supported")
-        })?;
-        let moe = Self {
-            num_experts: fields.size("n_routed_experts", 1..=1 << 14)?,
-            top_k: fields.size("num_experts_per_tok", 1..=1024)?,
-            intermediate_size: fields.size("moe_intermediate_size", 1..=1 << 20)?,
-            num_shared_experts: fields.size_or("n_shared_experts", 0..=1024, 0)?,
-            num_groups: fields.size_or("n_group", 1..=1024, 1)?,
-            topk_group: fields.size_or("topk_group", 1..=1024, 1)?,
-            norm_topk_prob: fields.flag_or("norm_topk_prob", true)?,
-            routed_scaling_factor: fields
-                .optional_number("routed_scaling_factor", 1e-6..=1e6)?
-                .unwrap_or(1.0) as f32,
-            first_dense_layers: fields.size_or("first_k_dense_replace", 0..=1024, 0)?,
-            layer_freq: fields.size_or("moe_layer_freq", 1..=1024, 1)?,
-        };
-        moe.check(fields)?;
-        Ok(moe)
-    }
-
-    fn check(&self, fields: &Fields<'_>) -> Result<(), TargetError> {
-        let Self { num_experts, num_groups, topk_group, top_k, .. } = *self;
-        fields.require("n_group", num_experts.is_multiple_of(num_groups), || {
-            format!("is {num_groups}, which does not divide n_routed_experts, {num_experts}")
-        })?;
-        fields.require("topk_group", topk_group <= num_groups, || {
-            format!("is {topk_group}, more than n_group, {num_groups}")
-        })?;
-        let per_group = num_experts / num_groups;
-        // A group is scored by its two best experts.
-        fields.require("n_group", num_groups == 1 || per_group >= 2, || {
-            format!("is {num_groups}, which leaves {per_group} expert a group; two are needed")
-        })?;
-        let eligible = topk_group * per_group;
-        fields.require("num_experts_per_tok", top_k <= eligible, || {
-            format!("is {top_k}, but only {eligible} experts are in the kept groups")
-        })
     }
 }

@@ -4,6 +4,7 @@ use extractor::target::{
     AttentionSpec, Device, EngineOptions, ExpertPlan, RankGroup, RankPlan, RopeScaling,
     TargetError, TargetSpec,
 };
+use kernels::router::Scoring;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
@@ -107,13 +108,37 @@ fn qwen_has_biases_or_head_norms() {
 }
 
 #[test]
+fn qwen_experts_are_scored_by_a_softmax_in_every_layer() {
+    const MOE: &str = "tests/fixtures/tiny-qwen3-moe";
+    let spec = TargetSpec::from_json(&config(MOE)).unwrap();
+    let moe = spec.moe.clone().unwrap();
+    assert_eq!((moe.num_experts, moe.top_k, moe.num_shared_experts), (8, 3, 0));
+    assert_eq!(moe.scoring, Scoring::Softmax);
+    assert!((0..spec.num_layers).all(|layer| spec.is_moe_layer(layer)));
+    let AttentionSpec::Gqa(gqa) = &spec.attention else { panic!("{:?}", spec.attention) };
+    assert!(gqa.qk_norm && !gqa.qkv_bias);
+    // As transformers 5 writes it.
+    let renamed = json!({"num_experts": null, "num_local_experts": 8});
+    assert_eq!(with(config(MOE), &renamed).unwrap(), spec);
+    for (fields, want) in [
+        (json!({"num_experts": null}), "`num_local_experts` is missing"),
+        (json!({"decoder_sparse_step": 2}), "only 1, every layer, is supported"),
+        (json!({"mlp_only_layers": [0]}), "names 1 layers; none is supported"),
+        (json!({"num_experts_per_tok": 9}), "only 8 experts"),
+    ] {
+        let error = with(config(MOE), &fields).unwrap_err().to_string();
+        assert!(error.contains(want), "{fields}: {error}");
+    }
+}
+
+#[test]
 fn unknown_models_are_named_with_the_known_ones() {
     let error = with(config(STORIES), &json!({"model_type": "mamba"})).unwrap_err();
     assert_eq!(error.exit_code(), 65);
     assert_eq!(
         error.to_string(),
         "model_type `mamba` is not supported; supported are deepseek_v3, kimi_k2, kimi_k25, llama, \
-         qwen2, qwen3"
+         qwen2, qwen3, qwen3_moe"
     );
 }
 

@@ -7,6 +7,13 @@ use crate::{NANO_KIMI, STORIES, TINY_ODD, options, repository};
 
 const TOLERANCE: f64 = 1e-4;
 
+/// Models with experts.
+const ROUTED: [(&str, &str); 3] = [
+    ("nano_kimi_int4", NANO_KIMI),
+    ("tiny_odd", TINY_ODD),
+    ("tiny_qwen3_moe", "tests/fixtures/tiny-qwen3-moe"),
+];
+
 fn compare(golden: &str, options: &EngineOptions) -> GoldenReport {
     let path = repository(&format!("tests/fixtures/golden/{golden}.safetensors"));
     let golden = Golden::read(&path, options.qa_norm_eps).unwrap();
@@ -68,10 +75,18 @@ fn tiny_qwen3() {
     assert_eq!(report.greedy, 16);
 }
 
+/// A softmax over all experts for a router, no shared ones, and attention in groups.
+#[test]
+fn tiny_qwen3_moe() {
+    let report = agrees_at(&[1, 2, 4], "tiny_qwen3_moe", "tests/fixtures/tiny-qwen3-moe");
+    assert_eq!(report.routed + report.routed_near_ties, 3 * 90);
+    assert_eq!(report.greedy, 16);
+}
+
 /// The router's own experts, given, are the same computation; others are another, and are noticed.
 #[test]
 fn experts_may_be_given() {
-    for (golden, model) in [("nano_kimi_int4", NANO_KIMI), ("tiny_odd", TINY_ODD)] {
+    for (golden, model) in ROUTED {
         let path = repository(&format!("tests/fixtures/golden/{golden}.safetensors"));
         let mut golden = Golden::read(&path, QaNormEps::Hf).unwrap();
         let mut target = RankGroup::open(&options(model, 2)).unwrap();
@@ -97,7 +112,7 @@ fn experts_may_be_given() {
 /// The same states whether ranks hold whole experts or a part of each.
 #[test]
 fn experts_cut_over_all_ranks() {
-    for (golden, model) in [("nano_kimi_int4", NANO_KIMI), ("tiny_odd", TINY_ODD)] {
+    for (golden, model) in ROUTED {
         let options = EngineOptions { experts: ExpertPlan::Sharded, ..options(model, 4) };
         let report = compare(golden, &options);
         assert!(report.agrees(TOLERANCE), "{report:#?}");

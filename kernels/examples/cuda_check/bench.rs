@@ -10,6 +10,8 @@ use kernels::cuda::{
     Permutation, Product, RopeView, RouteRule, RoutingViews, StateStats, copy_on_device,
 };
 
+use kernels::router::Scoring;
+
 use crate::parity::{Gpu, Outcome};
 
 /// Tokens of a batch.
@@ -223,8 +225,14 @@ impl Bench<'_> {
         let indices = self.gpu.vector(&vec![0u32; choices])?;
         let weights = self.gpu.vector(&vec![0f32; choices])?;
         let margins = self.gpu.vector(&vec![0f32; t])?;
-        let rule =
-            RouteRule { top_k: TOP_K, groups: 1, kept_groups: 1, normalise: true, scale: 2.827 };
+        let rule = RouteRule {
+            scoring: Scoring::Sigmoid,
+            top_k: TOP_K,
+            groups: 1,
+            kept_groups: 1,
+            normalise: true,
+            scale: 2.827,
+        };
         let out =
             RoutingViews { indices: indices.view, weights: weights.view, margins: margins.view };
         let bias = bias.vector(EXPERTS);

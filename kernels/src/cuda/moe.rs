@@ -4,6 +4,7 @@
 use super::rows::{tiled, vector_width};
 use super::views::MatArg;
 use super::{CudaError, DeviceMatrix, DeviceVector, Dtype, Launcher, Shape, ensure};
+use crate::router::Scoring;
 
 /// Most experts that a router chooses among.
 pub const MAX_EXPERTS: usize = 1024;
@@ -17,6 +18,8 @@ const CHUNK: usize = 512;
 /// How experts are chosen; see [`crate::router::RouterRule`].
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct RouteRule {
+    /// Scores of the experts.
+    pub scoring: Scoring,
     /// Experts chosen for a row.
     pub top_k: usize,
     /// Groups of neighbouring experts of equal size; 1 for none.
@@ -82,6 +85,7 @@ struct RouteArgs {
     groups: u32,
     kept_groups: u32,
     normalise: u32,
+    softmax: u32,
     scale: f32,
 }
 
@@ -136,7 +140,7 @@ impl Launcher<'_> {
         rule: &RouteRule,
         out: &RoutingViews,
     ) -> Result<(), CudaError> {
-        let RouteRule { top_k, groups, kept_groups, normalise, scale } = *rule;
+        let RouteRule { scoring, top_k, groups, kept_groups, normalise, scale } = *rule;
         let [rows, experts] = logits.shape();
         let fits = logits.dtype == Dtype::F32
             && bias.len == experts
@@ -164,6 +168,7 @@ impl Launcher<'_> {
             groups: groups as u32,
             kept_groups: kept_groups as u32,
             normalise: u32::from(normalise),
+            softmax: u32::from(scoring == Scoring::Softmax),
             scale,
         };
         if kept_groups == groups && experts <= FEW_EXPERTS && top_k <= 32 {

@@ -2,7 +2,7 @@
 
 use kernels::cuda::{Dtype, Permutation, RouteRule, RoutingViews};
 use kernels::reference;
-use kernels::router::{RouterRule, route_top_k};
+use kernels::router::{RouterRule, Scoring, route_top_k};
 
 use super::{Gpu, Named, Outcome, near, round, same, type_pairs, within};
 
@@ -16,6 +16,7 @@ fn route(gpu: &mut Gpu) -> Outcome {
         (7, 16, 4, 1, 1, true),
         (33, 16, 3, 4, 2, true),
         (129, 384, 8, 1, 1, false),
+        (64, 128, 8, 1, 1, false),
         (50, 256, 8, 8, 4, false),
         (50, 256, 8, 8, 4, true),
         (5, 40, 40, 1, 1, true),
@@ -23,51 +24,68 @@ fn route(gpu: &mut Gpu) -> Outcome {
     if !gpu.quick {
         shapes.push((20_000, 384, 8, 1, 1, false));
     }
-    for (rows, experts, top_k, groups, kept_groups, ties) in shapes {
-        let mut logits = gpu.rng.values(rows * experts, Dtype::F32);
-        let mut bias = gpu.rng.values(experts, Dtype::F32);
-        if ties {
-            logits.iter_mut().for_each(|x| *x = x.round());
-            bias.iter_mut().for_each(|x| *x = x.round() / 16.0);
-        } else {
-            bias.iter_mut().for_each(|x| *x *= 0.05);
-        }
-        let x = gpu.matrix(&logits, [rows, experts], Dtype::F32, 3)?;
-        let device_bias = gpu.vector(&bias)?;
-        let indices = gpu.vector(&vec![7u32; rows * top_k])?;
-        let weights = gpu.vector(&vec![7f32; rows * top_k])?;
-        let margins = gpu.vector(&vec![7f32; rows])?;
-        let rule = RouteRule { top_k, groups, kept_groups, normalise: true, scale: 2.5 };
-        let views =
-            RoutingViews { indices: indices.view, weights: weights.view, margins: margins.view };
-        gpu.kernels.on(&gpu.stream).route(&x.view, device_bias.view, &rule, &views)?;
-        let twin =
-            RouterRule { top_k, groups, kept_groups, bias: &bias, normalise: true, scale: 2.5 };
-        let want = route_top_k(&logits, &twin);
-        let what = format!("{rows} rows, {rule:?} of {experts}, ties {ties}");
-        let got = gpu.vector_values(&indices)?;
-        let (got_weights, got_margins) =
-            (gpu.vector_values(&weights)?, gpu.vector_values(&margins)?);
-        within(&format!("margins, {what}"), &got_margins, &want.margins, (1e-5, 1e-6))?;
-        // The sigmoid of the device may differ in the last bit, which decides between scores that
-        // near. Equal logits give equal scores on both sides, so exact ties must agree.
-        for row in 0..rows {
-            let range = row * top_k..(row + 1) * top_k;
-            let mut chosen = [got[range.clone()].to_vec(), want.indices[range.clone()].to_vec()];
-            if chosen[0] == chosen[1] {
-                let (got, want) = (&got_weights[range.clone()], &want.weights[range]);
-                within(&format!("weights of row {row}, {what}"), got, want, (1e-5, 1e-7))?;
-                continue;
-            }
-            let near_tie = want.margins[row].abs() < 1e-6;
-            chosen.iter_mut().for_each(|set| set.sort_unstable());
-            if ties || (chosen[0] != chosen[1] && !near_tie) {
-                same(&format!("experts of row {row}, {what}"), &chosen[0], &chosen[1])?;
-                return Err(format!("order of experts of row {row}, {what}").into());
-            }
+    for scoring in [Scoring::Sigmoid, Scoring::Softmax] {
+        for &shape in &shapes {
+            route_shape(gpu, scoring, shape)?;
         }
     }
     nan_rows(gpu)
+}
+
+fn route_shape(
+    gpu: &mut Gpu,
+    scoring: Scoring,
+    (rows, experts, top_k, groups, kept_groups, ties): (usize, usize, usize, usize, usize, bool),
+) -> Outcome {
+    let mut logits = gpu.rng.values(rows * experts, Dtype::F32);
+    let mut bias = gpu.rng.values(experts, Dtype::F32);
+    if ties {
+        logits.iter_mut().for_each(|x| *x = x.round());
+        bias.iter_mut().for_each(|x| *x = x.round() / 16.0);
+    } else {
+        bias.iter_mut().for_each(|x| *x *= 0.05);
+    }
+    let x = gpu.matrix(&logits, [rows, experts], Dtype::F32, 3)?;
+    let device_bias = gpu.vector(&bias)?;
+    let indices = gpu.vector(&vec![7u32; rows * top_k])?;
+    let weights = gpu.vector(&vec![7f32; rows * top_k])?;
+    let margins = gpu.vector(&vec![7f32; rows])?;
+    let rule = RouteRule { scoring, top_k, groups, kept_groups, normalise: true, scale: 2.5 };
+    let views =
+        RoutingViews { indices: indices.view, weights: weights.view, margins: margins.view };
+    gpu.kernels.on(&gpu.stream).route(&x.view, device_bias.view, &rule, &views)?;
+    let twin = RouterRule {
+        scoring,
+        top_k,
+        groups,
+        kept_groups,
+        bias: &bias,
+        normalise: true,
+        scale: 2.5,
+    };
+    let want = route_top_k(&logits, &twin);
+    let what = format!("{rows} rows, {rule:?} of {experts}, ties {ties}");
+    let got = gpu.vector_values(&indices)?;
+    let (got_weights, got_margins) = (gpu.vector_values(&weights)?, gpu.vector_values(&margins)?);
+    within(&format!("margins, {what}"), &got_margins, &want.margins, (1e-5, 1e-6))?;
+    // The sigmoid of the device may differ in the last bit, which decides between scores that
+    // near. Equal logits give equal scores on both sides, so exact ties must agree.
+    for row in 0..rows {
+        let range = row * top_k..(row + 1) * top_k;
+        let mut chosen = [got[range.clone()].to_vec(), want.indices[range.clone()].to_vec()];
+        if chosen[0] == chosen[1] {
+            let (got, want) = (&got_weights[range.clone()], &want.weights[range]);
+            within(&format!("weights of row {row}, {what}"), got, want, (1e-5, 1e-7))?;
+            continue;
+        }
+        let near_tie = want.margins[row].abs() < 1e-6;
+        chosen.iter_mut().for_each(|set| set.sort_unstable());
+        if ties || (chosen[0] != chosen[1] && !near_tie) {
+            same(&format!("experts of row {row}, {what}"), &chosen[0], &chosen[1])?;
+            return Err(format!("order of experts of row {row}, {what}").into());
+        }
+    }
+    Ok(())
 }
 
 /// A row of NaN must have NaN weights and experts that exist.
@@ -76,7 +94,9 @@ fn nan_rows(gpu: &mut Gpu) -> Outcome {
     let bias = gpu.vector(&[0f32; 12])?;
     let indices = gpu.vector(&[7u32; 3])?;
     let (weights, margins) = (gpu.vector(&[7f32; 3])?, gpu.vector(&[7f32])?);
-    let rule = RouteRule { top_k: 3, groups: 3, kept_groups: 2, normalise: true, scale: 1.0 };
+    let scoring = Scoring::Sigmoid;
+    let rule =
+        RouteRule { scoring, top_k: 3, groups: 3, kept_groups: 2, normalise: true, scale: 1.0 };
     let views =
         RoutingViews { indices: indices.view, weights: weights.view, margins: margins.view };
     gpu.kernels.on(&gpu.stream).route(&x.view, bias.view, &rule, &views)?;

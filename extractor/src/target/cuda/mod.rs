@@ -39,7 +39,7 @@ use self::memory::{Load, MemoryPlan, precision, room_values};
 pub use self::rank::FreeMemory;
 pub(super) use self::rank::{ceiling, start, start_shape};
 use self::routing::{Routing, RoutingMemory};
-use self::weights::{Loader, Progress};
+use self::weights::{Loader, Progress, floats};
 use super::error::TargetError;
 use super::model::{Stage, StageTimes};
 use super::ops::{
@@ -220,6 +220,10 @@ impl Ops for CudaOps {
         range: Range<usize>,
     ) -> Result<CudaBuffer, TargetError> {
         self.loader(source).vector(name, len, range)
+    }
+
+    fn zero_vector(&mut self, len: usize) -> Result<CudaBuffer, TargetError> {
+        floats(&self.device, &vec![0.0; len])
     }
 
     fn load_experts(
@@ -414,6 +418,7 @@ impl Ops for CudaOps {
         let logits = logits.rows(rule.num_experts);
         let routing = memory.of(logits.rows);
         let kernel_rule = kernels::cuda::RouteRule {
+            scoring: rule.scoring,
             top_k: rule.top_k,
             groups: rule.num_groups,
             kept_groups: rule.topk_group,

@@ -77,6 +77,17 @@ pub(super) fn expert_formats(
     [common(&["gate_proj", "up_proj"], dims, &slice), common(&["down_proj"], down_dims, &down)]
 }
 
+/// A vector in f32 on the device.
+pub(super) fn floats(device: &Device, values: &[f32]) -> Result<CudaBuffer, TargetError> {
+    let buffer = CudaBuffer::new(&device.context, Dtype::F32, Some(values.len()));
+    let mut buffer = device.doing("take memory for weights", buffer)?;
+    let sent = buffer
+        .set_len(values.len())
+        .and_then(|()| upload(&device.compute, buffer.address(), values));
+    device.doing("load weights", sent)?;
+    Ok(buffer)
+}
+
 /// Reads weights to a GPU.
 pub(super) struct Loader<'a> {
     pub(super) device: &'a Device,
@@ -122,15 +133,8 @@ impl Loader<'_> {
         range: std::ops::Range<usize>,
     ) -> Result<CudaBuffer, TargetError> {
         let values = self.source.vector(name, len, range)?;
-        let device = self.device;
-        let buffer = CudaBuffer::new(&device.context, Dtype::F32, Some(values.len()));
-        let mut buffer = device.doing("take memory for weights", buffer)?;
-        let sent = buffer
-            .set_len(values.len())
-            .and_then(|()| upload(&device.compute, buffer.address(), &values));
-        device.doing("load weights", sent)?;
-        self.progress.add(device.rank, values.len() * 4);
-        Ok(buffer)
+        self.progress.add(self.device.rank, values.len() * 4);
+        floats(self.device, &values)
     }
 
     /// The routed experts of a layer.

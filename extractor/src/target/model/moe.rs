@@ -1,7 +1,7 @@
-//! Mixture of experts: a sigmoid router with a selection bias, routed and shared experts. Knows
-//! nothing of how a device groups rows by expert.
+//! Mixture of experts: a router, routed and shared experts. Knows nothing of how a device groups
+//! rows by expert.
 
-use kernels::router::{Routing, weigh_given};
+use kernels::router::{Routing, Scoring, weigh_given};
 
 use super::load::Loader;
 use super::mlp::Mlp;
@@ -26,7 +26,6 @@ impl<O: Ops> Moe<O> {
         prefix: &str,
     ) -> Result<Self, TargetError> {
         let dims = [moe.num_experts, loader.spec.hidden_size];
-        let bias = format!("{prefix}.gate.e_score_correction_bias");
         let share = ExpertShare {
             experts: loader.plan.experts.clone(),
             columns: loader.plan.expert_columns.clone(),
@@ -39,11 +38,18 @@ impl<O: Ops> Moe<O> {
             0 => None,
             width => Some(Mlp::load_shared(loader, &format!("{prefix}.shared_experts"), width)?),
         };
+        let gate = format!("{prefix}.gate");
         Ok(Self {
-            router: loader.whole(&format!("{prefix}.gate"), dims)?,
-            bias: loader.vector(&bias, moe.num_experts)?,
+            bias: match moe.scoring {
+                Scoring::Sigmoid => {
+                    loader.vector(&format!("{gate}.e_score_correction_bias"), moe.num_experts)?
+                }
+                Scoring::Softmax => loader.ops.zero_vector(moe.num_experts)?,
+            },
+            router: loader.whole(&gate, dims)?,
             rule: RouteRule {
                 num_experts: moe.num_experts,
+                scoring: moe.scoring,
                 top_k: moe.top_k,
                 num_groups: moe.num_groups,
                 topk_group: moe.topk_group,

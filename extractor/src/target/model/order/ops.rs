@@ -134,6 +134,11 @@ impl Ops for Watched {
         Ok(Buffer { name: "weights", values, ..Buffer::default() })
     }
 
+    fn zero_vector(&mut self, len: usize) -> Answer<Buffer> {
+        let values = self.cpu.zero_vector(len)?;
+        Ok(Buffer { name: "weights", values, ..Buffer::default() })
+    }
+
     fn load_experts(
         &mut self,
         source: &Source,
