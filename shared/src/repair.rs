@@ -32,6 +32,7 @@ pub fn damaged(report: &AuditReport) -> BTreeSet<ShardId> {
             FindingKind::ManifestDamaged
             | FindingKind::LinesDoNotAddUp
             | FindingKind::Orphan
+            | FindingKind::ManifestOlder
             | FindingKind::TargetDamaged
             | FindingKind::Suspicious
             | FindingKind::SourceChanged => false,

@@ -68,14 +68,18 @@ fn leftovers_are_noticed_and_strangers_are_not_removed() {
         "shards/notes.txt",
         "target/.head.safetensors.1.tmp",
         ".settings.json.1.tmp",
+        ".COMMITTED.1.tmp",
     ] {
         fs::write(dir.path().join(name), "x").unwrap();
     }
-    assert_eq!(kinds(dir.path(), Verify::None), [FindingKind::Orphan; 5]);
+    assert_eq!(kinds(dir.path(), Verify::None), [FindingKind::Orphan; 6]);
     drop(Manifest::open_for_write(dir.path(), &fingerprint(), &spec).unwrap());
     let report = audit(dir.path(), Verify::None).unwrap();
     assert_eq!(report.findings.len(), 1);
     assert_eq!(report.findings[0].shard.as_deref(), Some("notes.txt"));
+    // What has the name of a sealed shard is moved, never removed.
+    let aside = dir.path().join("quarantine/shard-000009.safetensors");
+    assert_eq!(fs::read_to_string(aside).unwrap(), "x");
 }
 
 #[test]

@@ -70,6 +70,8 @@ pub enum FindingKind {
     RowsDiffer,
     /// A file that no row names.
     Orphan,
+    /// A shard that was committed and has no rows: the manifest is an old one.
+    ManifestOlder,
     /// A file of `target/` that is not as it was written.
     TargetDamaged,
     /// A suspicion: a layer of zeros, or two layers of equal size.
@@ -152,6 +154,7 @@ pub fn audit(dir: &Path, verify: Verify) -> Result<AuditReport, ManifestError> {
     let manifest = Manifest::open_read(dir.root())?;
     // Listed before the rows are read: a shard committed in between is then no orphan.
     let present = list(&dir, &dir.shards())?;
+    let below = manifest::committed_below(&dir);
     let unfinished = unfinished(&dir)?;
     let writing = manifest::is_held(&dir);
     let (shards, samples) = (manifest.shards()?, manifest.samples()?);
@@ -179,7 +182,7 @@ pub fn audit(dir: &Path, verify: Verify) -> Result<AuditReport, ManifestError> {
         shards::check(&context, (shard, newest), rows, &mut seen, &mut report)?;
     }
     check_target(&dir, verify, &mut report)?;
-    check_orphans(&present, &shards, writing, &mut report);
+    check_orphans((&present, below, writing), &shards, &mut report);
     if !writing {
         check_unfinished(&dir, &unfinished, &mut report);
     }
@@ -219,13 +222,25 @@ fn check_lines(manifest: &Manifest, report: &mut AuditReport) -> Result<(), Mani
     Ok(())
 }
 
-fn check_orphans(present: &[String], shards: &[ShardRow], writing: bool, report: &mut AuditReport) {
-    // What a running writer has in the works is not left over.
-    let in_work = |name: &str| name.parse::<ShardId>().is_ok() || name.ends_with(".tmp");
+/// `below`: unknown shards of lower numbers were committed once.
+fn check_orphans(
+    (present, below, writing): (&[String], Option<u32>, bool),
+    shards: &[ShardRow],
+    report: &mut AuditReport,
+) {
     for name in present {
-        let known = shards.iter().any(|shard| shard.file == *name);
-        let expected = known || (writing && in_work(name));
-        if !expected {
+        let id = name.parse::<ShardId>().ok();
+        // What a running writer has in the works is not left over.
+        let in_work = writing && (id.is_some() || name.ends_with(".tmp"));
+        if shards.iter().any(|shard| shard.file == *name) {
+            continue;
+        }
+        if id.zip(below).is_some_and(|(id, below)| id.0 < below) {
+            let detail = "it was committed, but the manifest has no rows of it: manifest.sqlite is \
+                          older than the shards; put the newest back, or move it away and make it \
+                          again with `extractor rebuild`";
+            report.add(FindingKind::ManifestOlder, Some(name), detail);
+        } else if !in_work {
             let detail = "no row of the manifest names this file";
             report.add(FindingKind::Orphan, Some(name), detail);
         }
@@ -236,12 +251,11 @@ fn check_orphans(present: &[String], shards: &[ShardRow], writing: bool, report:
 fn unfinished(dir: &DatasetDir) -> Result<Vec<String>, ManifestError> {
     let target = dir.target();
     let mut found = Vec::new();
-    for (place, prefix, begins) in
-        [(dir.root(), "", ".settings.json."), (target.as_path(), "target/", ".")]
-    {
+    let places: [(&Path, &str, fn(&str) -> bool); 2] =
+        [(dir.root(), "", manifest::is_unfinished), (&target, "target/", is_temporary)];
+    for (place, prefix, ours) in places {
         if place.is_dir() {
-            let ours = |name: &String| is_temporary(name) && name.starts_with(begins);
-            let names = list(dir, place)?.into_iter().filter(ours);
+            let names = list(dir, place)?.into_iter().filter(|name| ours(name));
             found.extend(names.map(|name| format!("{prefix}{name}")));
         }
     }

@@ -142,7 +142,7 @@ impl Manifest {
             transaction.commit().await
         })?;
         held(&self.waiting).retain(|record| !waiting.contains(record));
-        Ok(())
+        self.account()
     }
 
     /// Records lines that come without a shard: rejects, and duplicates of samples that are

@@ -212,7 +212,7 @@ async fn record(
     Ok(())
 }
 
-fn spec_changes(stored: &CaptureSpec, current: &CaptureSpec) -> Vec<FieldChange> {
+pub(super) fn spec_changes(stored: &CaptureSpec, current: &CaptureSpec) -> Vec<FieldChange> {
     let fields = |spec: &CaptureSpec| {
         let layers: Vec<String> = spec.layers.iter().map(ToString::to_string).collect();
         [
