@@ -31,6 +31,8 @@ pub fn damaged(report: &AuditReport) -> BTreeSet<ShardId> {
             | SampleUnknown | SampleTwice | SampleBroken | RowsDiffer => true,
             FindingKind::ManifestDamaged
             | FindingKind::LinesDoNotAddUp
+            | FindingKind::RowsDisagree
+            | FindingKind::SettingsDiffer
             | FindingKind::Orphan
             | FindingKind::ManifestOlder
             | FindingKind::TargetDamaged

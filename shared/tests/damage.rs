@@ -27,21 +27,6 @@ fn kinds(dir: &Path, verify: Verify) -> Vec<FindingKind> {
     audit(dir, verify).unwrap().findings.iter().map(|finding| finding.kind).collect()
 }
 
-/// Runs statements with the `sqlite3` inside sqlx, as another program would.
-fn tamper(dir: &Path, sql: &'static str) {
-    use sqlx::{ConnectOptions, Connection};
-    let options = sqlx::sqlite::SqliteConnectOptions::new()
-        .filename(dir.join("manifest.sqlite"))
-        .foreign_keys(false)
-        .pragma("ignore_check_constraints", "ON");
-    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-    runtime.block_on(async {
-        let mut conn = options.connect().await.unwrap();
-        sqlx::raw_sql(sql).execute(&mut conn).await.unwrap();
-        conn.close().await.unwrap();
-    });
-}
-
 #[test]
 fn swapped_shards_are_noticed() {
     let dir = tempdir();
@@ -178,12 +163,7 @@ fn a_manifest_with_lost_pages_never_gives_wrong_rows() {
 fn a_manifest_of_the_version_before_is_read_and_brought_up_by_a_writer() {
     let dir = tempdir();
     let spec = two_shards(dir.path());
-    tamper(
-        dir.path(),
-        "DROP TABLE storage_error; DROP TABLE failure; ALTER TABLE shard DROP COLUMN rebuilt; \
-         ALTER TABLE input DROP COLUMN blank; PRAGMA user_version = 1; \
-         DELETE FROM _sqlx_migrations WHERE version > 1",
-    );
+    BACK.iter().for_each(|sql| tamper(dir.path(), sql));
     let manifest = Manifest::open_read(dir.path()).unwrap();
     assert_eq!((manifest.samples().unwrap().len(), manifest.failures().unwrap().len()), (5, 0));
     assert_eq!(manifest.storage_errors().unwrap(), []);

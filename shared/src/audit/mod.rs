@@ -68,6 +68,10 @@ pub enum FindingKind {
     SampleBroken,
     /// A sample that differs from its rows in the manifest.
     RowsDiffer,
+    /// Rows that contradict one another, or that no run writes.
+    RowsDisagree,
+    /// Settings beside the manifest that are not those in it.
+    SettingsDiffer,
     /// A file that no row names.
     Orphan,
     /// A shard that was committed and has no rows: the manifest is an old one.
@@ -173,6 +177,7 @@ pub fn audit(dir: &Path, verify: Verify) -> Result<AuditReport, ManifestError> {
         report.add(FindingKind::ManifestDamaged, None, line);
     }
     check_lines(&manifest, &mut report)?;
+    check_rows(&manifest, &mut report)?;
     let by_shard = group(&samples);
     let context = shards::Context { manifest: &manifest, dir: &dir, verify };
     let mut seen = BTreeMap::new();
@@ -218,6 +223,21 @@ fn check_lines(manifest: &Manifest, report: &mut AuditReport) -> Result<(), Mani
             without.len()
         );
         report.add_samples(FindingKind::SourceChanged, None, without, detail);
+    }
+    Ok(())
+}
+
+fn check_rows(manifest: &Manifest, report: &mut AuditReport) -> Result<(), ManifestError> {
+    for detail in manifest.foreign_schema()? {
+        report.add(FindingKind::ManifestDamaged, None, detail);
+    }
+    for detail in manifest.contradictions()? {
+        report.add(FindingKind::RowsDisagree, None, detail);
+    }
+    if let Some(words) = manifest.copy_differs()? {
+        let detail =
+            format!("settings.json is not the manifest's ({words}); the next run mends it");
+        report.add(FindingKind::SettingsDiffer, None, detail);
     }
     Ok(())
 }

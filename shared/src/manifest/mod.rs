@@ -4,6 +4,7 @@
 
 mod commit;
 mod connect;
+mod consistency;
 mod error;
 mod failures;
 mod leftovers;
@@ -147,6 +148,7 @@ impl Manifest {
             let settings = connect::settings(&mut conn, &path).await?;
             Ok::<_, ManifestError>((conn, settings))
         })?;
+        Settings { fingerprint: fingerprint.clone(), spec: spec.clone() }.write(&dir)?;
         let (waiting, conn) = (Mutex::default(), Mutex::new(Some(conn)));
         Ok(Self { dir, fingerprint, spec, waiting, conn, runtime, lock: Some(lock) })
     }
