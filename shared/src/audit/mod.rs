@@ -295,6 +295,10 @@ fn check_target(
         let detail = format!("target/{fault}: remove {}, and run again", target.display());
         report.add(FindingKind::TargetDamaged, None, detail);
     }
+    for name in target_files::unlisted(&target).map_err(at("reading", &target))? {
+        let detail = "its digest is not listed; the next run lists the file as it is then";
+        report.add(FindingKind::Orphan, Some(&format!("target/{name}")), detail);
+    }
     Ok(())
 }
 

@@ -70,12 +70,16 @@ pub(super) async fn for_read(path: &Path) -> Result<SqliteConnection, ManifestEr
         }
         Err(error) => Err(error),
     };
-    let log = path.with_extension("sqlite-wal");
-    if opened.is_err() && !log.exists() {
+    let log = std::fs::metadata(path.with_extension("sqlite-wal"));
+    let pending = log.is_ok_and(|log| log.len() > 0);
+    if opened.is_err() && !pending {
         // Without a log nothing is pending, so the file alone is the whole database.
         opened = options.immutable(true).connect().await;
     }
-    let mut conn = opened.map_err(|source| opening(path, source))?;
+    let mut conn = opened.map_err(|source| match disk_refuses(&source) && pending {
+        true => ManifestError::NoIndex { path: path.to_path_buf(), source: source.into() },
+        false => opening(path, source),
+    })?;
     check_identity(&mut conn, path, false).await?;
     Ok(conn)
 }
@@ -86,6 +90,13 @@ fn opening(path: &Path, source: sqlx::Error) -> ManifestError {
         Some("26" | "11") => damaged(path, source.to_string()),
         _ => ManifestError::sql("opening the manifest", source),
     }
+}
+
+/// Whether the error is one of the disk: FULL, IOERR, READONLY or CANTOPEN of any kind.
+fn disk_refuses(error: &sqlx::Error) -> bool {
+    let code = error.as_database_error().and_then(|error| error.code());
+    code.and_then(|code| code.parse::<u32>().ok())
+        .is_some_and(|code| matches!(code & 0xff, 13 | 10 | 8 | 14))
 }
 
 fn damaged(path: &Path, detail: impl Into<String>) -> ManifestError {

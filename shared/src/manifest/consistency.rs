@@ -14,9 +14,10 @@ use crate::shard::FORMAT_VERSION;
 /// for sums made in single precision.
 const MOST_FP8_COSTS: f64 = 1.0 / 16.0 + 1e-3;
 
-/// Rows that no run writes: since which version, what they are, and where. They
-/// are asked for although the tables forbid most: SQLite's own check passes over such constraints.
-const CHECKS: [(i64, &str, &str); 9] = [
+/// Rows that no run writes: since which version, what they are, and where. Also what the tables
+/// forbid: to SQLite a database that is opened read-only has no CHECK constraints, not even when it
+/// checks its integrity.
+const CHECKS: [(i64, &str, &str); 10] = [
     (
         1,
         "lines with values that no run records",
@@ -59,6 +60,11 @@ const CHECKS: [(i64, &str, &str); 9] = [
         "runs that ended without an outcome, or the reverse",
         "SELECT 'run ' || id FROM run WHERE (stopped IS NULL) <> (outcome IS NULL) OR \
          tokens < 0 OR bytes < 0 OR seconds < 0",
+    ),
+    (
+        2,
+        "shards with values that no run records",
+        "SELECT file FROM shard WHERE rebuilt NOT IN (0, 1)",
     ),
     (
         2,

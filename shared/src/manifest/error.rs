@@ -197,6 +197,19 @@ pub enum ManifestError {
     /// The runtime can't be started.
     #[error("starting the manifest's runtime")]
     Runtime(#[source] io::Error),
+    /// The log of a killed run can't be read where nothing can be written.
+    #[error(
+        "{} has a log that a run did not merge; reading it takes some room for manifest.sqlite-shm \
+         beside it, and the disk gives none: make room, or copy both files to another disk",
+        path.display()
+    )]
+    NoIndex {
+        /// The database.
+        path: PathBuf,
+        /// What SQLite said.
+        #[source]
+        source: Box<dyn Error + Send + Sync>,
+    },
     /// SQLite said no.
     #[error("{doing}")]
     Sql {
@@ -257,7 +270,7 @@ impl ManifestError {
             | Self::Sealed(_)
             | Self::Query(_) => 78,
             Self::Io(error) => error.exit_code(),
-            Self::Lock { .. } | Self::Runtime(_) => 74,
+            Self::Lock { .. } | Self::NoIndex { .. } | Self::Runtime(_) => 74,
             Self::Sql { exit_code, .. } => *exit_code,
             Self::OldSqlite(_)
             | Self::ForeignShard(_)
