@@ -1,5 +1,5 @@
-//! Rows that contradict one another, the settings beside them or what a manifest can hold: the audit
-//! names them without reading a shard. Sound data sets of every version and history are clean.
+//! Rows that contradict one another, the settings beside them or what a manifest can hold: the
+//! audit names them without reading a shard. Sound data sets of every version are clean.
 #![allow(clippy::unwrap_used, clippy::disallowed_methods)]
 
 mod support;
@@ -61,12 +61,21 @@ fn edited_rows_are_noticed_without_reading_a_shard() {
         "INSERT INTO input VALUES ('other.jsonl', 1, 9, zeroblob(32), 0); \
          INSERT INTO source SELECT file, 7, zeroblob(16), outcome, sample, reason FROM source \
          WHERE line = 6",
+        "UPDATE source SET reason = '' WHERE line = 6",
+        "DELETE FROM tensor WHERE name LIKE '%.loss_mask'",
+        "UPDATE tensor SET name = 'ff' || substr(name, 3)",
+        "UPDATE tensor SET shape = '[9,6]' WHERE shape = '[3,6]'",
+        "UPDATE tensor SET shape = '[' WHERE shape = '[3,6]'",
+        "UPDATE tensor SET rms = 2 * absmax",
+        "UPDATE tensor SET rms = NULL",
         "UPDATE storage_error SET error = 0.3",
         "UPDATE storage_error SET error = 9e999",
         "UPDATE storage_error SET layer = 2 WHERE layer = 1",
         "DELETE FROM storage_error WHERE layer = 3",
         "UPDATE dataset SET format_version = 9",
         "PRAGMA user_version = 3",
+        "PRAGMA user_version = 0",
+        "DROP TABLE run",
         "DROP INDEX source_committed",
         "DROP VIEW v_rejects; CREATE VIEW v_rejects AS SELECT 'none' AS file",
         "CREATE TRIGGER quiet AFTER INSERT ON sample BEGIN DELETE FROM source; END",

@@ -228,11 +228,14 @@ fn check_lines(manifest: &Manifest, report: &mut AuditReport) -> Result<(), Mani
 }
 
 fn check_rows(manifest: &Manifest, report: &mut AuditReport) -> Result<(), ManifestError> {
-    for detail in manifest.foreign_schema()? {
-        report.add(FindingKind::ManifestDamaged, None, detail);
+    let foreign = manifest.foreign_schema()?;
+    if foreign.is_empty() {
+        for detail in manifest.contradictions()? {
+            report.add(FindingKind::RowsDisagree, None, detail);
+        }
     }
-    for detail in manifest.contradictions()? {
-        report.add(FindingKind::RowsDisagree, None, detail);
+    for detail in foreign {
+        report.add(FindingKind::ManifestDamaged, None, detail);
     }
     if let Some(words) = manifest.copy_differs()? {
         let detail =

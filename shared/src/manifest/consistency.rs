@@ -8,7 +8,7 @@ use sqlx::{ConnectOptions, Row};
 use super::connect::MIGRATIONS;
 use super::{Manifest, ManifestError};
 use crate::contract::StateDtype;
-use crate::shard::FORMAT_VERSION;
+use crate::shard::{FORMAT_VERSION, tensors_per_sample};
 
 /// e4m3 has three bits of mantissa: no value moves by more than a sixteenth of itself. The rest is
 /// for sums made in single precision.
@@ -17,14 +17,14 @@ const MOST_FP8_COSTS: f64 = 1.0 / 16.0 + 1e-3;
 /// Rows that no run writes: since which version, what they are, and where. Also what the tables
 /// forbid: to SQLite a database that is opened read-only has no CHECK constraints, not even when it
 /// checks its integrity.
-const CHECKS: [(i64, &str, &str); 10] = [
+const CHECKS: [(i64, &str, &str); 9] = [
     (
         1,
         "lines with values that no run records",
         "SELECT file || ':' || line FROM source WHERE line < 0 OR length(digest) <> 16 OR \
          outcome NOT IN ('committed', 'duplicate', 'rejected') OR \
          (outcome = 'rejected') <> (sample IS NULL) OR \
-         (outcome = 'rejected') <> (reason IS NOT NULL)",
+         (outcome = 'rejected') <> (reason IS NOT NULL) OR reason = ''",
     ),
     (
         1,
@@ -72,21 +72,16 @@ const CHECKS: [(i64, &str, &str); 10] = [
         "SELECT lower(hex(sample)) FROM failure WHERE count < 1 OR length(batch) <> 16 OR \
          length(sample) <> 16",
     ),
-    (
-        1,
-        "versions that are not those of the tables",
-        "SELECT user_version FROM pragma_user_version WHERE user_version <> \
-         (SELECT max(version) FROM _sqlx_migrations)",
-    ),
 ];
 
 impl Manifest {
-    /// What contradicts what, one sentence each: empty when well.
+    /// What contradicts what, one sentence each: empty when well. Needs tables of this format.
     pub fn contradictions(&self) -> Result<Vec<String>, ManifestError> {
         let layers: Vec<String> = match self.spec().dtype {
             StateDtype::Bf16 => Vec::new(),
             StateDtype::Fp8 => self.spec().layers.iter().map(|it| it.0.to_string()).collect(),
         };
+        let tensors = tensors_per_sample(self.spec());
         self.with("comparing rows", async |conn| {
             let version = version(conn).await?;
             let mut found = Vec::new();
@@ -104,6 +99,15 @@ impl Manifest {
                 let what = "samples whose storage errors fp8 can't have caused";
                 found.extend(sentence(what, &query.fetch_all(&mut *conn).await?)?);
             }
+            let sql = "SELECT lower(hex(id)) FROM sample LEFT JOIN tensor ON sample = id \
+                       GROUP BY id HAVING count(name) <> ? OR \
+                       max(substr(name, 1, 32) <> lower(hex(id))) OR \
+                       max(CASE WHEN json_valid(shape) THEN json_extract(shape, '$[0]') END \
+                       IS NOT tokens) OR max((rms IS NULL) <> (absmax IS NULL)) OR \
+                       max(rms NOT BETWEEN 0 AND absmax * (1 + 1e-9))";
+            let query = sqlx::query(sql).bind(tensors as i64);
+            let what = "samples whose tensors can't be theirs";
+            found.extend(sentence(what, &query.fetch_all(&mut *conn).await?)?);
             let sql = "SELECT format_version FROM dataset WHERE format_version <> ?";
             let query = sqlx::query(sql).bind(i64::from(FORMAT_VERSION));
             let what = "format versions that the shards do not have";
@@ -112,8 +116,8 @@ impl Manifest {
         })
     }
 
-    /// Tables, views and indices that are not as the migrations make them, and triggers: a constraint
-    /// or a view that was replaced lets through or shows something else.
+    /// Tables, views and indices that are not as the migrations make them, and triggers: a
+    /// constraint or view that was replaced lets through or shows something else.
     pub fn foreign_schema(&self) -> Result<Vec<String>, ManifestError> {
         self.with("comparing tables", async |conn| {
             let version = version(conn).await?;
@@ -131,9 +135,9 @@ impl Manifest {
     }
 }
 
-/// The version of the tables.
+/// The version that the tables are said to have.
 async fn version(conn: &mut SqliteConnection) -> Result<i64, sqlx::Error> {
-    let sql = "SELECT coalesce(max(version), 1) FROM _sqlx_migrations";
+    let sql = "SELECT max(user_version, 1) FROM pragma_user_version";
     sqlx::query_scalar(sql).fetch_one(conn).await
 }
 

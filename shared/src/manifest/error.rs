@@ -109,9 +109,11 @@ pub enum ManifestError {
     },
     /// Shards without rows that were committed once, as after an old copy was put back.
     #[error(
-        "manifest.sqlite in {} is older than the shards: {shards} of them, from {first} on, have no \
-         rows and are no leftovers of a killed run. Put the newest manifest.sqlite with its -wal \
-         back, or move it away and make it again with `extractor rebuild`; nothing was changed",
+        "manifest.sqlite in {} is older than the shards: {shards} of them, from {first} on, have \
+         no rows and, by COMMITTED, are no leftovers of a killed run. Put the newest \
+         manifest.sqlite with its -wal back, or move it away and make it again with `extractor \
+         rebuild`. (Without COMMITTED, if a run of an earlier version was killed last: move them \
+         to quarantine/.) Nothing was changed",
         dir.display()
     )]
     Older {
@@ -130,7 +132,8 @@ pub enum ManifestError {
     NotLost(PathBuf),
     /// A rebuild from settings that are not those of the shards.
     #[error(
-        "{} is not what {others} of {shards} shards were written under; {shard} says:{}\nPut the right settings.json back, or move shards of another data set out of shards/; \
+        "{} is not what {others} of {shards} shards were written under; {shard} says:{}\n\
+         Put the right settings.json back, or move shards of another data set out of shards/; \
          nothing was changed",
         path.display(), expected(.changes)
     )]

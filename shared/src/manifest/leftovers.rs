@@ -56,7 +56,7 @@ pub(super) async fn uncommitted(
 }
 
 impl Manifest {
-    /// Clears up after a killed run: sealed shards go to `quarantine/`, unfinished files are removed.
+    /// Clears up after a killed run: sealed shards go to `quarantine/`, unfinished files go.
     pub(super) fn clear(&self, uncommitted: &[ShardId]) -> Result<(), ManifestError> {
         for shard in uncommitted {
             tracing::warn!(

@@ -47,8 +47,8 @@ impl Settings {
 }
 
 impl Manifest {
-    /// How the copy of the settings differs from those in the manifest, in words. A data set without
-    /// samples has yet to come to its settings, and version 1 made no copy.
+    /// How the copy of the settings differs from those in the manifest, in words. A data set
+    /// without samples has yet to come to its settings, and version 1 made no copy.
     pub(crate) fn copy_differs(&self) -> Result<Option<String>, ManifestError> {
         let matters: i64 = self.with("counting samples", async |conn| {
             let sql = "SELECT EXISTS (SELECT 1 FROM sample) AND (user_version > 1 OR ?) \
