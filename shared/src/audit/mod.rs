@@ -272,15 +272,12 @@ fn check_orphans(
 
 /// Files outside `shards/` under the names they have while they are written, from the root.
 fn unfinished(dir: &DatasetDir) -> Result<Vec<String>, ManifestError> {
+    let mut found = list(dir, dir.root())?;
+    found.retain(|name| manifest::is_unfinished(name));
     let target = dir.target();
-    let mut found = Vec::new();
-    let places: [(&Path, &str, fn(&str) -> bool); 2] =
-        [(dir.root(), "", manifest::is_unfinished), (&target, "target/", is_temporary)];
-    for (place, prefix, ours) in places {
-        if place.is_dir() {
-            let names = list(dir, place)?.into_iter().filter(|name| ours(name));
-            found.extend(names.map(|name| format!("{prefix}{name}")));
-        }
+    if target.is_dir() {
+        let names = list(dir, &target)?.into_iter().filter(|name| is_temporary(name));
+        found.extend(names.map(|name| format!("target/{name}")));
     }
     Ok(found)
 }
