@@ -99,6 +99,14 @@ fn a_manifest_older_than_its_shards_stops_the_next_run_and_nothing_is_lost() {
         assert!(error.to_string().contains("extractor rebuild"), "{error}");
         assert_eq!(error.exit_code(), 65);
     }
+    // Nor is anything mended or closed by what it says.
+    let (settings, text) = (dir.path().join("settings.json"), "of the newest manifest");
+    let right = fs::read(&settings).unwrap();
+    fs::write(&settings, text).unwrap();
+    let error = Manifest::open_existing(dir.path()).unwrap_err();
+    assert!(matches!(error, ManifestError::Older { shards: 2, .. }), "{error}");
+    assert_eq!(fs::read_to_string(&settings).unwrap(), text);
+    fs::write(&settings, right).unwrap();
     assert_eq!(fs::read_dir(dir.path().join("shards")).unwrap().count(), 4);
 
     lose_manifest(dir.path());

@@ -133,7 +133,7 @@ impl Manifest {
     }
 
     /// Opens a data set that exists for its one writer, under the settings it was begun with, for
-    /// work on what is there: repair and sealing.
+    /// work on what is there: repair and sealing. Refuses a manifest that is older than the shards.
     pub fn open_existing(dir: &Path) -> Result<Self, ManifestError> {
         let dir = DatasetDir::new(dir);
         let path = dir.manifest();
@@ -145,6 +145,8 @@ impl Manifest {
         refuse_sealed(&path)?;
         let (conn, (fingerprint, spec)) = runtime.block_on(async {
             let mut conn = connect::for_write(&path).await?;
+            // What an old manifest says must not replace the copy of the settings either.
+            leftovers::uncommitted(&mut conn, &dir).await?;
             let settings = connect::settings(&mut conn, &path).await?;
             Ok::<_, ManifestError>((conn, settings))
         })?;
