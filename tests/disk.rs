@@ -181,6 +181,38 @@ fn a_read_only_disk_is_named_and_its_data_set_can_still_be_read() {
     complete(dir, "disk/ds");
 }
 
+/// Reading a finished data set takes no room. The log of a killed run does, in which case the audit
+/// says of what.
+#[test]
+fn a_full_disk_is_audited_or_the_file_that_lacks_room_is_named() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path();
+    small::write_prompts(dir, 40);
+    let Some(_disk) = Tmpfs::mount(&dir.join("disk"), 16 << 10) else { return };
+    let (ballast, log) = (dir.join("disk/ballast"), dir.join("disk/ds/manifest.sqlite-wal"));
+    let mut start = command("extractor", dir, &small::run_args("disk/ds"));
+    start.env("RUST_LOG", "info,aerie::shapes=trace");
+    let mut child = Watched::start(start).unwrap();
+    assert!(child.wait_for("stage=\"written\""));
+    child.kill();
+    assert!(fs::metadata(&log).unwrap().len() > 0);
+    // Lost with a copy of the other two.
+    fs::remove_file(dir.join("disk/ds/manifest.sqlite-shm")).unwrap();
+    fill(&ballast);
+    let refused = extractor(dir, &["audit", "disk/ds"]).expect_code(74);
+    assert!(refused.stderr.contains("manifest.sqlite-shm"), "{refused:?}");
+    fs::remove_file(&ballast).unwrap();
+    complete(dir, "disk/ds");
+    // What readers leave; a run that was the last to close the data set leaves neither.
+    assert_eq!(fs::metadata(&log).unwrap().len(), 0);
+    for suffix in ["wal", "shm"] {
+        fs::remove_file(dir.join(format!("disk/ds/manifest.sqlite-{suffix}"))).unwrap();
+    }
+    fill(&ballast);
+    small::assert_clean(dir, "disk/ds");
+    extractor(dir, &["query", "disk/ds", "samples"]).expect_code(0);
+}
+
 /// The kernel's limit on the size of one file, in units of 512 bytes, as an error and no signal.
 fn with_file_limit(dir: &Path, blocks: u64) -> Finished {
     extractor_within(&format!("trap '' XFSZ; ulimit -f {blocks}"), dir, &small::run_args("ds"))

@@ -93,6 +93,31 @@ fn a_lost_manifest_stops_the_next_run_and_is_rebuilt() {
     assert!(small::contents(&dir.join("ds")) == small::contents(&dir.join("twin")));
 }
 
+/// An old copy of the manifest is put back: nothing is taken for a leftover of a killed run.
+#[test]
+fn an_old_copy_of_the_manifest_stops_the_next_run_and_a_rebuild_has_every_sample() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path();
+    two_data_sets(dir);
+    extractor(dir, &small::run_args_with("old", &["--limit", "8"])).expect_code(0);
+    let shards = || fs::read_dir(dir.join("ds/shards")).unwrap().count();
+    let before = shards();
+    let manifest = dir.join("ds/manifest.sqlite");
+    fs::copy(dir.join("old/manifest.sqlite"), &manifest).unwrap();
+    let refused = small::run(dir, "ds").expect_code(65);
+    assert!(refused.stderr.contains("older than the shards"), "{refused:?}");
+    assert!(refused.stderr.contains("extractor rebuild"), "{refused:?}");
+    let audit = extractor(dir, &["audit", "ds"]).expect_code(1);
+    assert!(audit.stdout.contains("put the newest back"), "{audit:?}");
+    assert_eq!(shards(), before);
+    fs::rename(&manifest, dir.join("stale")).unwrap();
+    extractor(dir, &["rebuild", "ds"]).expect_code(0);
+    let again = extractor(dir, &small::run_args_with("ds", &["--limit", "100"])).expect_code(0);
+    assert!(again.stdout.starts_with("0 samples"), "{again:?}");
+    small::assert_clean(dir, "ds");
+    assert!(small::contents(&dir.join("ds")) == small::contents(&dir.join("twin")));
+}
+
 #[test]
 fn a_sealed_data_set_is_read_and_trained_on_but_not_written() {
     let home = tempfile::tempdir().unwrap();

@@ -102,6 +102,11 @@ impl DatasetDir {
         self.root.join("settings.json")
     }
 
+    /// The number after the last committed shard, for the day the database is an old one.
+    pub fn committed(&self) -> PathBuf {
+        self.root.join("COMMITTED")
+    }
+
     /// Shards that are not trusted any more.
     pub fn quarantine(&self) -> PathBuf {
         self.root.join("quarantine")

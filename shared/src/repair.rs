@@ -31,7 +31,10 @@ pub fn damaged(report: &AuditReport) -> BTreeSet<ShardId> {
             | SampleUnknown | SampleTwice | SampleBroken | RowsDiffer => true,
             FindingKind::ManifestDamaged
             | FindingKind::LinesDoNotAddUp
+            | FindingKind::RowsDisagree
+            | FindingKind::SettingsDiffer
             | FindingKind::Orphan
+            | FindingKind::ManifestOlder
             | FindingKind::TargetDamaged
             | FindingKind::Suspicious
             | FindingKind::SourceChanged => false,

@@ -48,6 +48,33 @@ pub fn faults(target: &Path) -> io::Result<Vec<String>> {
     Ok(faults)
 }
 
+/// Files that the list does not name, where there is one.
+pub fn unlisted(target: &Path) -> io::Result<Vec<String>> {
+    let (mut list, path) = (String::new(), target.join(SUMS));
+    // What else it may be, faults says.
+    if !fs::symlink_metadata(&path).is_ok_and(|found| found.is_file()) {
+        return Ok(Vec::new());
+    }
+    File::open(&path)?.take(MOST_BYTES).read_to_string(&mut list)?;
+    let listed: Vec<&str> =
+        list.lines().filter_map(|line| Some(line.split_once("  ")?.1)).collect();
+    Ok(files(target)?.into_iter().filter(|name| !listed.contains(&name.as_str())).collect())
+}
+
+/// Names of the files that are to be listed.
+fn files(target: &Path) -> io::Result<Vec<String>> {
+    let mut names = Vec::new();
+    for entry in fs::read_dir(target)? {
+        let entry = entry?;
+        let Some(name) = entry.file_name().to_str().map(str::to_owned) else { continue };
+        if name != SUMS && !name.starts_with('.') && entry.path().is_file() {
+            names.push(name);
+        }
+    }
+    names.sort();
+    Ok(names)
+}
+
 /// Bytes of a file's line in the list.
 pub fn line_bytes(name: &str) -> usize {
     64 + "  \n".len() + name.len()
@@ -61,13 +88,8 @@ fn digest_of(path: &Path) -> io::Result<Digest> {
 pub fn record(dir: &DatasetDir) -> Result<(), DurableError> {
     let (target, path) = (dir.target(), dir.target().join(SUMS));
     let mut digests = BTreeMap::new();
-    for entry in fs::read_dir(&target).map_err(at("listing", &target))? {
-        let entry = entry.map_err(at("listing", &target))?;
-        let Some(name) = entry.file_name().to_str().map(str::to_owned) else { continue };
-        if name == SUMS || name.starts_with('.') || !entry.path().is_file() {
-            continue;
-        }
-        let path = entry.path();
+    for name in files(&target).map_err(at("listing", &target))? {
+        let path = target.join(&name);
         digests.insert(name, digest_of(&path).map_err(at("reading", &path))?);
     }
     let list: String =
@@ -95,8 +117,10 @@ mod tests {
         assert_eq!(faults(&target).unwrap(), [""; 0], "nothing is listed");
         record(&dir).unwrap();
         write("b.json", "two");
+        assert_eq!(unlisted(&target).unwrap(), ["b.json"]);
         record(&dir).unwrap();
         assert_eq!(faults(&target).unwrap(), [""; 0]);
+        assert_eq!(unlisted(&target).unwrap(), [""; 0]);
         for text in ["onE", "on"] {
             write("a.json", text);
             assert_eq!(faults(&target).unwrap(), ["a.json is not as it was written"]);

@@ -76,6 +76,132 @@ fn a_lost_manifest_is_rebuilt_with_the_same_rows_and_the_next_run_finds_the_line
     assert!(matches!(error, ManifestError::NotLost(_)), "{error}");
 }
 
+/// A copy of the manifest put back that is older than the last two shards.
+#[test]
+fn a_manifest_older_than_its_shards_stops_the_next_run_and_nothing_is_lost() {
+    let dir = tempdir();
+    let samples = samples(&spec(StateDtype::Bf16), 7);
+    let data_set = DatasetDir::new(dir.path());
+    run(&data_set, &samples[..4]).unwrap();
+    let old = fs::read(dir.path().join("manifest.sqlite")).unwrap();
+    run(&data_set, &samples).unwrap();
+    let before = rows(dir.path(), SHARDS);
+    fs::write(dir.path().join("manifest.sqlite"), &old).unwrap();
+
+    let found = audit(dir.path(), Verify::All).unwrap().findings;
+    let older = |finding: &Finding| finding.kind == FindingKind::ManifestOlder;
+    assert_eq!((found.len(), found.iter().all(older)), (2, true), "{found:?}");
+    // Other settings change nothing about it: a manifest without samples would take them.
+    for settings in [fingerprint(), fingerprint().with("target", "mistyped")] {
+        let error = Manifest::open_for_write(dir.path(), &settings, &spec(StateDtype::Bf16));
+        let error = error.unwrap_err();
+        assert!(matches!(error, ManifestError::Older { shards: 2, .. }), "{error}");
+        assert!(error.to_string().contains("extractor rebuild"), "{error}");
+        assert_eq!(error.exit_code(), 65);
+    }
+    // Nor is anything mended or closed by what it says.
+    let (settings, text) = (dir.path().join("settings.json"), "of the newest manifest");
+    let right = fs::read(&settings).unwrap();
+    fs::write(&settings, text).unwrap();
+    let error = Manifest::open_existing(dir.path()).unwrap_err();
+    assert!(matches!(error, ManifestError::Older { shards: 2, .. }), "{error}");
+    assert_eq!(fs::read_to_string(&settings).unwrap(), text);
+    fs::write(&settings, right).unwrap();
+    assert_eq!(fs::read_dir(dir.path().join("shards")).unwrap().count(), 4);
+
+    lose_manifest(dir.path());
+    let found = Manifest::rebuild(dir.path()).unwrap();
+    assert_eq!((found.shards, found.samples, found.refused.len()), (4, 7, 0));
+    run(&data_set, &samples).unwrap();
+    assert_eq!(rows(dir.path(), SHARDS), before);
+    assert!(audit(dir.path(), Verify::All).unwrap().clean());
+}
+
+/// Written by a version that kept no account beside the manifest.
+#[test]
+fn without_an_account_of_what_was_committed_no_unknown_shard_is_taken_for_a_leftover() {
+    let dir = tempdir();
+    let samples = dataset(dir.path());
+    let (data_set, account) = (DatasetDir::new(dir.path()), dir.path().join("COMMITTED"));
+    fs::remove_file(&account).unwrap();
+    run(&data_set, &samples).unwrap();
+    assert_eq!(fs::read_to_string(&account).unwrap(), "4\n");
+    for damage in [None, Some("four"), Some("")] {
+        match damage {
+            None => fs::remove_file(&account).unwrap(),
+            Some(text) => fs::write(&account, text).unwrap(),
+        }
+        seal(dir.path(), ShardId(4), &spec(StateDtype::Bf16), &samples[..1]);
+        let error = run(&data_set, &samples).unwrap_err();
+        assert!(error.to_string().contains("shard-000004.safetensors"), "{error}");
+        fs::remove_file(dir.path().join("shards/shard-000004.safetensors")).unwrap();
+    }
+}
+
+/// What a crash between sealing and commit leaves, also under the number of a shard that a repair
+/// has set aside.
+#[test]
+fn an_uncommitted_shard_is_set_aside_and_its_lines_are_extracted_again() {
+    let dir = tempdir();
+    let samples = dataset(dir.path());
+    let data_set = DatasetDir::new(dir.path());
+    repair(dir.path(), &BTreeSet::from([ShardId(3)])).unwrap();
+    drop(Manifest::open_for_write(dir.path(), &fingerprint(), &spec(StateDtype::Bf16)).unwrap());
+    seal(dir.path(), ShardId(3), &spec(StateDtype::Bf16), &samples[6..]);
+    let kinds: Vec<_> =
+        audit(dir.path(), Verify::All).unwrap().findings.iter().map(|it| it.kind).collect();
+    assert_eq!(kinds, [FindingKind::Orphan]);
+    run(&data_set, &samples).unwrap();
+    let report = audit(dir.path(), Verify::All).unwrap();
+    assert_eq!((report.findings, report.samples), (vec![], 7));
+    assert_eq!(fs::read_dir(dir.path().join("quarantine")).unwrap().count(), 2);
+}
+
+#[test]
+fn a_rebuild_under_settings_that_the_shards_do_not_have_changes_nothing() {
+    let dir = tempdir();
+    dataset(dir.path());
+    lose_manifest(dir.path());
+    let path = dir.path().join("settings.json");
+    let right = fs::read_to_string(&path).unwrap();
+    for (from, to, words) in [
+        ("alpha", "beta", "fingerprint: expected b215e576"),
+        ("\"hidden_size\": 6", "\"hidden_size\": 7", "hidden_size: expected 6, came 7"),
+        ("bf16", "fp8", "state dtype: expected bf16, came fp8"),
+    ] {
+        assert!(right.contains(from), "{right}");
+        fs::write(&path, right.replace(from, to)).unwrap();
+        let error = Manifest::rebuild(dir.path()).unwrap_err();
+        assert!(matches!(error, ManifestError::OtherSettings { others: 4, shards: 4, .. }));
+        assert!(error.to_string().contains(words), "{error}");
+        assert_eq!(error.exit_code(), 65);
+    }
+    assert!(!dir.path().join("quarantine").exists());
+    fs::write(&path, right).unwrap();
+    let found = Manifest::rebuild(dir.path()).unwrap();
+    assert_eq!((found.shards, found.samples, found.refused.len()), (4, 7, 0));
+}
+
+/// Damage is a reason to set a shard aside; once it is mended the shard can be taken in again.
+#[test]
+fn what_a_rebuild_has_set_aside_is_taken_in_by_the_next_once_it_is_moved_back() {
+    let dir = tempdir();
+    dataset(dir.path());
+    lose_manifest(dir.path());
+    let name = ShardId(1).file_name();
+    let (place, aside) =
+        (dir.path().join("shards").join(&name), dir.path().join("quarantine").join(&name));
+    let bytes = fs::read(&place).unwrap();
+    fs::write(&place, &bytes[..bytes.len() - 3]).unwrap();
+    assert_eq!(Manifest::rebuild(dir.path()).unwrap().refused.len(), 1);
+    assert!(aside.is_file());
+    fs::remove_file(aside).unwrap();
+    fs::write(&place, bytes).unwrap();
+    lose_manifest(dir.path());
+    let found = Manifest::rebuild(dir.path()).unwrap();
+    assert_eq!((found.shards, found.samples, found.refused.len()), (4, 7, 0));
+}
+
 #[test]
 fn a_rebuild_sets_aside_what_is_no_shard_of_the_data_set() {
     let dir = tempdir();

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use anyhow::Context;
 use shared::manifest::StorageError;
-use shared::{AuditReport, Verify, repair};
+use shared::{AuditReport, FindingKind, Verify, repair};
 
 /// Arguments of `extractor audit`.
 #[derive(clap::Args)]
@@ -81,6 +81,13 @@ fn print(report: &AuditReport, out: &mut dyn Write) -> std::io::Result<()> {
             out,
             "to mend: `extractor audit DATASET --verify all --repair --yes` moves damaged shards \
              to quarantine/, and the next `extractor run` extracts their lines again"
+        )?;
+    }
+    if report.findings.iter().any(|finding| finding.kind == FindingKind::RowsDisagree) {
+        writeln!(
+            out,
+            "to mend rows: put a sound copy of manifest.sqlite back, or move it away and make it \
+             again with `extractor rebuild`"
         )?;
     }
     writeln!(out, "{}", if report.clean() { "clean" } else { "NOT clean" })

@@ -1,5 +1,6 @@
 //! `extractor query`: the manifest as tables, for people (aligned) and programs (JSON, CSV).
 
+use std::collections::HashSet;
 use std::io::{self, Write};
 use std::path::PathBuf;
 
@@ -67,6 +68,13 @@ pub(crate) fn run(args: &QueryArgs, out: &mut dyn Write) -> anyhow::Result<bool>
 }
 
 fn print_json(table: &Table, out: &mut dyn Write) -> anyhow::Result<()> {
+    let mut seen = HashSet::new();
+    if let Some(twice) = table.columns.iter().find(|name| !seen.insert(*name)) {
+        // An object has one value a name: the others would be lost.
+        anyhow::bail!(Usage(format!(
+            "two columns are called `{twice}`: name them apart with AS, or print them with --csv"
+        )));
+    }
     for row in &table.rows {
         let mut object = Map::new();
         for (name, cell) in table.columns.iter().zip(row) {
@@ -157,5 +165,13 @@ mod tests {
         assert_eq!(csv, "file,line\n\"a, \"\"b\"\"\u{1b}[2J\",7\n00ff,\n");
         let json = printed(|table, out| print_json(table, out).unwrap());
         assert_eq!(json.lines().nth(1).unwrap(), r#"{"file":"00ff","line":null}"#);
+    }
+
+    #[test]
+    fn an_object_with_one_name_twice_is_refused_and_csv_is_not() {
+        let twice = Table { columns: vec!["id".to_owned(), "id".to_owned()], ..table() };
+        let error = print_json(&twice, &mut Vec::new()).unwrap_err();
+        assert_eq!(error.downcast::<Usage>().unwrap().exit_code(), 2);
+        print_csv(&twice, &mut Vec::new()).unwrap();
     }
 }

@@ -27,6 +27,13 @@ pub(crate) fn run(args: &RebuildArgs, out: &mut dyn Write) -> anyhow::Result<boo
         for (file, reason) in &found.refused {
             writeln!(out, "set aside in quarantine/: {file}: {reason}")?;
         }
+        if !found.refused.is_empty() {
+            writeln!(
+                out,
+                "to take one in after all: mend it, move it back to shards/, move manifest.sqlite \
+                 away, and rebuild again"
+            )?;
+        }
         writeln!(out, "lines and rejects are not in shards: the next `extractor run` finds them")?;
     }
     Ok(found.refused.is_empty())

@@ -68,8 +68,14 @@ pub enum FindingKind {
     SampleBroken,
     /// A sample that differs from its rows in the manifest.
     RowsDiffer,
+    /// Rows that contradict one another, or that no run writes.
+    RowsDisagree,
+    /// Settings beside the manifest that are not those in it.
+    SettingsDiffer,
     /// A file that no row names.
     Orphan,
+    /// A shard that was committed and has no rows: the manifest is an old one.
+    ManifestOlder,
     /// A file of `target/` that is not as it was written.
     TargetDamaged,
     /// A suspicion: a layer of zeros, or two layers of equal size.
@@ -152,6 +158,7 @@ pub fn audit(dir: &Path, verify: Verify) -> Result<AuditReport, ManifestError> {
     let manifest = Manifest::open_read(dir.root())?;
     // Listed before the rows are read: a shard committed in between is then no orphan.
     let present = list(&dir, &dir.shards())?;
+    let below = manifest::committed_below(&dir);
     let unfinished = unfinished(&dir)?;
     let writing = manifest::is_held(&dir);
     let (shards, samples) = (manifest.shards()?, manifest.samples()?);
@@ -170,6 +177,7 @@ pub fn audit(dir: &Path, verify: Verify) -> Result<AuditReport, ManifestError> {
         report.add(FindingKind::ManifestDamaged, None, line);
     }
     check_lines(&manifest, &mut report)?;
+    check_rows(&manifest, &mut report)?;
     let by_shard = group(&samples);
     let context = shards::Context { manifest: &manifest, dir: &dir, verify };
     let mut seen = BTreeMap::new();
@@ -179,7 +187,7 @@ pub fn audit(dir: &Path, verify: Verify) -> Result<AuditReport, ManifestError> {
         shards::check(&context, (shard, newest), rows, &mut seen, &mut report)?;
     }
     check_target(&dir, verify, &mut report)?;
-    check_orphans(&present, &shards, writing, &mut report);
+    check_orphans((&present, below, writing), &shards, &mut report);
     if !writing {
         check_unfinished(&dir, &unfinished, &mut report);
     }
@@ -219,13 +227,43 @@ fn check_lines(manifest: &Manifest, report: &mut AuditReport) -> Result<(), Mani
     Ok(())
 }
 
-fn check_orphans(present: &[String], shards: &[ShardRow], writing: bool, report: &mut AuditReport) {
-    // What a running writer has in the works is not left over.
-    let in_work = |name: &str| name.parse::<ShardId>().is_ok() || name.ends_with(".tmp");
+fn check_rows(manifest: &Manifest, report: &mut AuditReport) -> Result<(), ManifestError> {
+    let foreign = manifest.foreign_schema()?;
+    if foreign.is_empty() {
+        for detail in manifest.contradictions()? {
+            report.add(FindingKind::RowsDisagree, None, detail);
+        }
+    }
+    for detail in foreign {
+        report.add(FindingKind::ManifestDamaged, None, detail);
+    }
+    if let Some(words) = manifest.copy_differs()? {
+        let detail =
+            format!("settings.json is not the manifest's ({words}); the next run mends it");
+        report.add(FindingKind::SettingsDiffer, None, detail);
+    }
+    Ok(())
+}
+
+/// `below`: unknown shards of lower numbers were committed once.
+fn check_orphans(
+    (present, below, writing): (&[String], Option<u32>, bool),
+    shards: &[ShardRow],
+    report: &mut AuditReport,
+) {
     for name in present {
-        let known = shards.iter().any(|shard| shard.file == *name);
-        let expected = known || (writing && in_work(name));
-        if !expected {
+        let id = name.parse::<ShardId>().ok();
+        // What a running writer has in the works is not left over.
+        let in_work = writing && (id.is_some() || name.ends_with(".tmp"));
+        if shards.iter().any(|shard| shard.file == *name) {
+            continue;
+        }
+        if id.zip(below).is_some_and(|(id, below)| id.0 < below) {
+            let detail = "it was committed, but the manifest has no rows of it: manifest.sqlite is \
+                          older than the shards; put the newest back, or move it away and make it \
+                          again with `extractor rebuild`";
+            report.add(FindingKind::ManifestOlder, Some(name), detail);
+        } else if !in_work {
             let detail = "no row of the manifest names this file";
             report.add(FindingKind::Orphan, Some(name), detail);
         }
@@ -234,16 +272,12 @@ fn check_orphans(present: &[String], shards: &[ShardRow], writing: bool, report:
 
 /// Files outside `shards/` under the names they have while they are written, from the root.
 fn unfinished(dir: &DatasetDir) -> Result<Vec<String>, ManifestError> {
+    let mut found = list(dir, dir.root())?;
+    found.retain(|name| manifest::is_unfinished(name));
     let target = dir.target();
-    let mut found = Vec::new();
-    for (place, prefix, begins) in
-        [(dir.root(), "", ".settings.json."), (target.as_path(), "target/", ".")]
-    {
-        if place.is_dir() {
-            let ours = |name: &String| is_temporary(name) && name.starts_with(begins);
-            let names = list(dir, place)?.into_iter().filter(ours);
-            found.extend(names.map(|name| format!("{prefix}{name}")));
-        }
+    if target.is_dir() {
+        let names = list(dir, &target)?.into_iter().filter(|name| is_temporary(name));
+        found.extend(names.map(|name| format!("target/{name}")));
     }
     Ok(found)
 }
@@ -260,6 +294,10 @@ fn check_target(
     for fault in target_files::faults(&target).map_err(at("reading", &target))? {
         let detail = format!("target/{fault}: remove {}, and run again", target.display());
         report.add(FindingKind::TargetDamaged, None, detail);
+    }
+    for name in target_files::unlisted(&target).map_err(at("reading", &target))? {
+        let detail = "its digest is not listed; the next run lists the file as it is then";
+        report.add(FindingKind::Orphan, Some(&format!("target/{name}")), detail);
     }
     Ok(())
 }

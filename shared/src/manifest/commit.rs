@@ -142,7 +142,7 @@ impl Manifest {
             transaction.commit().await
         })?;
         held(&self.waiting).retain(|record| !waiting.contains(record));
-        Ok(())
+        self.account()
     }
 
     /// Records lines that come without a shard: rejects, and duplicates of samples that are
@@ -360,7 +360,8 @@ async fn adopt(
     Ok(adopted.rows_affected() == 1)
 }
 
-/// The first outcome of a line stands, until the line's text changes or it had been rejected.
+/// The first outcome of a line stands, until the line's text changes, it had been rejected, or it
+/// repeated a sample that has no other line any more.
 async fn insert_source(
     conn: &mut SqliteConnection,
     record: &SourceRecord,
@@ -380,7 +381,8 @@ async fn insert_source(
          VALUES (?, ?, ?, ?, ?, ?) \
          ON CONFLICT (file, line) DO UPDATE SET digest = excluded.digest, \
          outcome = excluded.outcome, sample = excluded.sample, reason = excluded.reason \
-         WHERE source.digest <> excluded.digest OR source.outcome = 'rejected'",
+         WHERE source.digest <> excluded.digest OR source.outcome = 'rejected' \
+         OR (excluded.outcome = 'committed' AND source.sample = excluded.sample)",
     )
     .bind(&record.file)
     .bind(record.line as i64)

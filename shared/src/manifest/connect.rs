@@ -16,7 +16,7 @@ use crate::shard::FORMAT_VERSION;
 /// "AERI".
 const APPLICATION_ID: u32 = 0x4145_5249;
 const LATEST: i64 = 4;
-static MIGRATIONS: Migrator = sqlx::migrate!("../migrations");
+pub(super) static MIGRATIONS: Migrator = sqlx::migrate!("../migrations");
 
 pub(super) fn sql(doing: &'static str) -> impl FnOnce(sqlx::Error) -> ManifestError {
     move |error| ManifestError::sql(doing, error)
@@ -41,7 +41,7 @@ pub(super) async fn for_write(path: &Path) -> Result<SqliteConnection, ManifestE
         .connect()
         .await
         .map_err(|source| opening(path, source))?;
-    check_identity(&mut conn, path, true).await?;
+    let before = check_identity(&mut conn, path, true).await?;
     // Only now: changing the journal mode writes to the file.
     sqlx::query("PRAGMA journal_mode = WAL")
         .execute(&mut conn)
@@ -51,6 +51,13 @@ pub(super) async fn for_write(path: &Path) -> Result<SqliteConnection, ManifestE
         .run(&mut conn)
         .await
         .map_err(|source| ManifestError::Migrate { path: path.to_path_buf(), source })?;
+    if (1..4).contains(&before) {
+        // Earlier versions knew no blank lines; as many as the outcomes show are known now, and the
+        // next run counts.
+        let count = "UPDATE input SET blank = max(0, (SELECT coalesce(max(line), 0) FROM source \
+                   WHERE source.file = input.file) - lines)";
+        sqlx::query(count).execute(&mut conn).await.map_err(sql("counting blank lines"))?;
+    }
     Ok(conn)
 }
 
@@ -63,12 +70,16 @@ pub(super) async fn for_read(path: &Path) -> Result<SqliteConnection, ManifestEr
         }
         Err(error) => Err(error),
     };
-    let log = path.with_extension("sqlite-wal");
-    if opened.is_err() && !log.exists() {
+    let log = std::fs::metadata(path.with_extension("sqlite-wal"));
+    let pending = log.is_ok_and(|log| log.len() > 0);
+    if opened.is_err() && !pending {
         // Without a log nothing is pending, so the file alone is the whole database.
         opened = options.immutable(true).connect().await;
     }
-    let mut conn = opened.map_err(|source| opening(path, source))?;
+    let mut conn = opened.map_err(|source| match disk_refuses(&source) && pending {
+        true => ManifestError::NoIndex { path: path.to_path_buf(), source: source.into() },
+        false => opening(path, source),
+    })?;
     check_identity(&mut conn, path, false).await?;
     Ok(conn)
 }
@@ -81,15 +92,23 @@ fn opening(path: &Path, source: sqlx::Error) -> ManifestError {
     }
 }
 
+/// Whether the error is one of the disk: FULL, IOERR, READONLY or CANTOPEN of any kind.
+fn disk_refuses(error: &sqlx::Error) -> bool {
+    let code = error.as_database_error().and_then(|error| error.code());
+    code.and_then(|code| code.parse::<u32>().ok())
+        .is_some_and(|code| matches!(code & 0xff, 13 | 10 | 8 | 14))
+}
+
 fn damaged(path: &Path, detail: impl Into<String>) -> ManifestError {
     ManifestError::Damaged { path: path.to_path_buf(), detail: detail.into() }
 }
 
+/// Gives the version; 0 for a database that is new.
 async fn check_identity(
     conn: &mut SqliteConnection,
     path: &Path,
     may_be_new: bool,
-) -> Result<(), ManifestError> {
+) -> Result<i64, ManifestError> {
     let number = async |conn: &mut SqliteConnection, query: &'static str| {
         let row = sqlx::query_scalar::<_, i64>(query).fetch_one(conn).await;
         row.map_err(|source| opening(path, source))
@@ -122,7 +141,7 @@ async fn check_identity(
     if report != ["ok"] {
         return Err(damaged(path, report.join("; ")));
     }
-    Ok(())
+    Ok(user_version)
 }
 
 /// 3.51.3 carries the fix of the WAL-reset corruption.
@@ -212,7 +231,7 @@ async fn record(
     Ok(())
 }
 
-fn spec_changes(stored: &CaptureSpec, current: &CaptureSpec) -> Vec<FieldChange> {
+pub(super) fn spec_changes(stored: &CaptureSpec, current: &CaptureSpec) -> Vec<FieldChange> {
     let fields = |spec: &CaptureSpec| {
         let layers: Vec<String> = spec.layers.iter().map(ToString::to_string).collect();
         [

@@ -107,12 +107,48 @@ pub enum ManifestError {
         /// Shards in it.
         shards: usize,
     },
+    /// Shards without rows that were committed once, as after an old copy was put back.
+    #[error(
+        "manifest.sqlite in {} is older than the shards: {shards} of them, from {first} on, have \
+         no rows and, by COMMITTED, are no leftovers of a killed run. Put the newest \
+         manifest.sqlite with its -wal back, or move it away and make it again with `extractor \
+         rebuild`. (Without COMMITTED, if a run of an earlier version was killed last: move them \
+         to quarantine/.) Nothing was changed",
+        dir.display()
+    )]
+    Older {
+        /// The data set.
+        dir: PathBuf,
+        /// How many there are.
+        shards: usize,
+        /// The first of them.
+        first: String,
+    },
     /// A rebuild of a manifest that is there.
     #[error(
-        "{} has rows: only a lost manifest is rebuilt; move it away if it is damaged",
-        .0.display()
+        "{} has rows: only a lost manifest is rebuilt; move it away if it is damaged or older than \
+         the shards", .0.display()
     )]
     NotLost(PathBuf),
+    /// A rebuild from settings that are not those of the shards.
+    #[error(
+        "{} is not what {others} of {shards} shards were written under; {shard} says:{}\n\
+         Put the right settings.json back, or move shards of another data set out of shards/; \
+         nothing was changed",
+        path.display(), expected(.changes)
+    )]
+    OtherSettings {
+        /// The copy of the settings.
+        path: PathBuf,
+        /// Shards that differ.
+        others: usize,
+        /// Shards that can be read.
+        shards: usize,
+        /// The first that differs.
+        shard: String,
+        /// Its values as the stored ones, and those of the file.
+        changes: Vec<FieldChange>,
+    },
     /// A rebuild without the copy of the settings.
     #[error("{} is missing: a manifest can only be rebuilt from it and the shards", .0.display())]
     NoSettings(PathBuf),
@@ -164,6 +200,19 @@ pub enum ManifestError {
     /// The runtime can't be started.
     #[error("starting the manifest's runtime")]
     Runtime(#[source] io::Error),
+    /// The log of a killed run can't be read where nothing can be written.
+    #[error(
+        "{} has a log that a run did not merge; reading it takes some room for manifest.sqlite-shm \
+         beside it, and the disk gives none: make room, or copy both files to another disk",
+        path.display()
+    )]
+    NoIndex {
+        /// The database.
+        path: PathBuf,
+        /// What SQLite said.
+        #[source]
+        source: Box<dyn Error + Send + Sync>,
+    },
     /// SQLite said no.
     #[error("{doing}")]
     Sql {
@@ -193,6 +242,14 @@ fn lines(changes: &[FieldChange]) -> String {
     changes.iter().map(|change| format!("\n  {change}")).collect()
 }
 
+fn expected(changes: &[FieldChange]) -> String {
+    let show = |value: &Option<String>| value.clone().unwrap_or_default();
+    let line = |FieldChange { name, stored, current }: &FieldChange| {
+        format!("\n  {name}: expected {}, came {}", show(stored), show(current))
+    };
+    changes.iter().map(line).collect()
+}
+
 impl ManifestError {
     /// sqlx's error without its own wrapping, which repeats the database's words.
     pub(super) fn sql(doing: &'static str, error: sqlx::Error) -> Self {
@@ -216,7 +273,7 @@ impl ManifestError {
             | Self::Sealed(_)
             | Self::Query(_) => 78,
             Self::Io(error) => error.exit_code(),
-            Self::Lock { .. } | Self::Runtime(_) => 74,
+            Self::Lock { .. } | Self::NoIndex { .. } | Self::Runtime(_) => 74,
             Self::Sql { exit_code, .. } => *exit_code,
             Self::OldSqlite(_)
             | Self::ForeignShard(_)
@@ -231,6 +288,8 @@ impl ManifestError {
             }
             Self::Missing(_)
             | Self::Lost { .. }
+            | Self::Older { .. }
+            | Self::OtherSettings { .. }
             | Self::NoSettings(_)
             | Self::NotAManifest { .. }
             | Self::Newer { .. }

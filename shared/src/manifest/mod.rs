@@ -4,8 +4,10 @@
 
 mod commit;
 mod connect;
+mod consistency;
 mod error;
 mod failures;
+mod leftovers;
 mod lock;
 mod quarantine;
 mod rebuild;
@@ -15,7 +17,6 @@ mod settings;
 mod storage_errors;
 mod table;
 
-use std::ffi::OsString;
 use std::fmt;
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -27,6 +28,7 @@ use tokio::runtime::{Builder, Handle, Runtime};
 pub use commit::{InputFile, RunEnd, RunId, RunStart, SourceOutcome, SourceRecord, SourceRow};
 pub use error::ManifestError;
 pub use failures::Failure;
+pub(crate) use leftovers::{committed_below, is_unfinished};
 pub(crate) use lock::is_held;
 pub use rebuild::Rebuilt;
 pub use rows::{Conservation, SampleRow, ShardRow};
@@ -35,9 +37,8 @@ pub use table::{Cell, Listing, Table};
 
 use self::settings::Settings;
 use crate::contract::CaptureSpec;
-use crate::durable::{DatasetDir, at, is_temporary};
+use crate::durable::{DatasetDir, at};
 use crate::fingerprint::Fingerprint;
-use crate::shard::ShardId;
 
 /// An open manifest. One writer a data set; any number of readers.
 pub struct Manifest {
@@ -62,8 +63,8 @@ impl Manifest {
     /// Opens a data set for its one writer, and creates it when it is not there.
     ///
     /// Refuses a second writer (73), other settings than those its samples were made with (78) and
-    /// damage (65). Removes what a killed run left behind: a shard that the manifest does not know
-    /// has no recorded digest, so taking it over would be faith.
+    /// damage (65), for one a manifest that is older than the shards. Clears up after a killed run:
+    /// a shard that was not committed has no recorded digest, so taking it over would be faith.
     pub fn open_for_write(
         dir: &Path,
         fingerprint: &Fingerprint,
@@ -91,12 +92,14 @@ impl Manifest {
         let lock = lock::WriterLock::take(dir)?;
         let path = dir.manifest();
         refuse_sealed(&path)?;
-        let conn = runtime.block_on(async {
+        let (conn, uncommitted) = runtime.block_on(async {
             let mut conn = connect::for_write(&path).await?;
             if connect::is_new(&mut conn).await? {
                 refuse_lost(dir)?;
                 remove_target(dir)?;
             }
+            // Before settings are replaced: those of a manifest that is too old are no one's.
+            let uncommitted = leftovers::uncommitted(&mut conn, dir).await?;
             match connect::settle(&mut conn, &path, fingerprint, spec).await {
                 Err(ManifestError::FingerprintChanged(changes))
                     if connect::is_empty(&mut conn).await? =>
@@ -111,7 +114,7 @@ impl Manifest {
                 }
                 settled => settled?,
             }
-            Ok::<_, ManifestError>(conn)
+            Ok::<_, ManifestError>((conn, uncommitted))
         })?;
         dir.files().sync_dir(dir.root()).map_err(at("syncing directory", dir.root()))?;
         let manifest = Self {
@@ -123,13 +126,14 @@ impl Manifest {
             runtime,
             lock: Some(lock),
         };
-        manifest.remove_orphans()?;
+        manifest.clear(&uncommitted)?;
+        manifest.account()?;
         Settings { fingerprint: fingerprint.clone(), spec: spec.clone() }.write(dir)?;
         Ok(manifest)
     }
 
     /// Opens a data set that exists for its one writer, under the settings it was begun with, for
-    /// work on what is there: repair and sealing.
+    /// work on what is there: repair and sealing. Refuses a manifest that is older than the shards.
     pub fn open_existing(dir: &Path) -> Result<Self, ManifestError> {
         let dir = DatasetDir::new(dir);
         let path = dir.manifest();
@@ -141,9 +145,12 @@ impl Manifest {
         refuse_sealed(&path)?;
         let (conn, (fingerprint, spec)) = runtime.block_on(async {
             let mut conn = connect::for_write(&path).await?;
+            // What an old manifest says must not replace the copy of the settings either.
+            leftovers::uncommitted(&mut conn, &dir).await?;
             let settings = connect::settings(&mut conn, &path).await?;
             Ok::<_, ManifestError>((conn, settings))
         })?;
+        Settings { fingerprint: fingerprint.clone(), spec: spec.clone() }.write(&dir)?;
         let (waiting, conn) = (Mutex::default(), Mutex::new(Some(conn)));
         Ok(Self { dir, fingerprint, spec, waiting, conn, runtime, lock: Some(lock) })
     }
@@ -185,34 +192,6 @@ impl Manifest {
     /// The directory.
     pub fn dir(&self) -> &DatasetDir {
         &self.dir
-    }
-
-    fn remove_orphans(&self) -> Result<(), ManifestError> {
-        let known: Vec<String> = self.shards()?.into_iter().map(|shard| shard.file).collect();
-        let unknown =
-            |name: &str| name.parse::<ShardId>().is_ok() && !known.iter().any(|file| file == name);
-        self.remove_from(&self.dir.shards(), |name| {
-            unknown(name) || (is_temporary(name) && name.starts_with(".shard-"))
-        })?;
-        self.remove_from(&self.dir.target(), is_temporary)?;
-        self.remove_from(self.dir.root(), |name| {
-            is_temporary(name) && name.starts_with(".settings.json.")
-        })
-    }
-
-    fn remove_from(
-        &self,
-        place: &Path,
-        is_left_over: impl Fn(&str) -> bool,
-    ) -> Result<(), ManifestError> {
-        let files = self.dir.files();
-        for name in files.list(place).map_err(at("listing", place))? {
-            let Some(name) = name.to_str().filter(|name| is_left_over(name)) else { continue };
-            tracing::warn!(file = name, "removing what an interrupted run left behind");
-            let path = place.join(name);
-            files.remove_file(&path).map_err(at("removing", &path))?;
-        }
-        Ok(())
     }
 
     fn writable(&self) -> Result<(), ManifestError> {
@@ -259,12 +238,9 @@ fn runtime() -> Result<Runtime, ManifestError> {
     Builder::new_current_thread().enable_all().build().map_err(ManifestError::Runtime)
 }
 
-/// Without a manifest every shard looks like a leftover; this is the only case in which it is not.
+/// Without a manifest every shard would look like a leftover.
 fn refuse_lost(dir: &DatasetDir) -> Result<(), ManifestError> {
-    let shards = dir.shards();
-    let names = dir.files().list(&shards).map_err(at("listing", &shards))?;
-    let sealed = |name: &OsString| name.to_str().is_some_and(|n| n.parse::<ShardId>().is_ok());
-    match names.iter().filter(|name| sealed(name)).count() {
+    match leftovers::sealed(dir)?.len() {
         0 => Ok(()),
         shards => Err(ManifestError::Lost { dir: dir.root().to_path_buf(), shards }),
     }

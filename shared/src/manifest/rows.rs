@@ -200,12 +200,13 @@ impl Manifest {
             // A manifest of an earlier version that is only read does not know of blank lines.
             let column = "SELECT 1 FROM pragma_table_info('input') WHERE name = 'blank'";
             let knows_blank = sqlx::query(column).fetch_optional(&mut *snapshot).await?.is_some();
+            // Without them the largest line number is not known.
             let pending: i64 = sqlx::query_scalar(if knows_blank {
-                "SELECT coalesce(sum(lines - (SELECT count(*) FROM source WHERE source.file = \
-                 input.file AND line BETWEEN 0 AND input.lines + input.blank)), 0) FROM input"
+                "SELECT coalesce(sum(max(lines - (SELECT count(*) FROM source WHERE source.file = \
+                 input.file AND line BETWEEN 0 AND input.lines + input.blank), 0)), 0) FROM input"
             } else {
-                "SELECT coalesce(sum(lines - (SELECT count(*) FROM source WHERE \
-                 source.file = input.file AND line BETWEEN 0 AND input.lines)), 0) FROM input"
+                "SELECT coalesce(sum(max(lines - (SELECT count(*) FROM source WHERE source.file = \
+                 input.file), 0)), 0) FROM input"
             })
             .fetch_one(&mut *snapshot)
             .await?;
@@ -215,7 +216,7 @@ impl Manifest {
                 committed: number(&row, 1)?,
                 duplicate: number(&row, 2)?,
                 rejected: number(&row, 3)?,
-                pending: pending.max(0) as u64,
+                pending: pending as u64,
             })
         })
     }

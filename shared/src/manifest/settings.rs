@@ -6,9 +6,10 @@ use std::io::ErrorKind;
 
 use serde::{Deserialize, Serialize};
 
-use super::ManifestError;
+use super::{Manifest, ManifestError, connect};
 use crate::contract::CaptureSpec;
 use crate::durable::{DatasetDir, at, write_file_with};
+use crate::error_chain::in_words;
 use crate::fingerprint::Fingerprint;
 
 /// What a data set was begun with.
@@ -42,5 +43,28 @@ impl Settings {
         })?;
         serde_json::from_str(&text)
             .map_err(|error| ManifestError::Damaged { path, detail: error.to_string() })
+    }
+}
+
+impl Manifest {
+    /// How the copy of the settings differs from those in the manifest, in words. A data set
+    /// without samples has yet to come to its settings, and version 1 made no copy.
+    pub(crate) fn copy_differs(&self) -> Result<Option<String>, ManifestError> {
+        let matters: i64 = self.with("counting samples", async |conn| {
+            let sql = "SELECT EXISTS (SELECT 1 FROM sample) AND (user_version > 1 OR ?) \
+                       FROM pragma_user_version";
+            sqlx::query_scalar(sql).bind(self.dir().settings().exists()).fetch_one(conn).await
+        })?;
+        if matters == 0 {
+            return Ok(None);
+        }
+        let copy = match Settings::read(self.dir()) {
+            Ok(copy) => copy,
+            Err(error) => return Ok(Some(in_words(&error))),
+        };
+        let mut changes = self.fingerprint().diff(&copy.fingerprint);
+        changes.extend(connect::spec_changes(self.spec(), &copy.spec));
+        let words: Vec<String> = changes.iter().map(ToString::to_string).collect();
+        Ok((!words.is_empty()).then(|| words.join("; ")))
     }
 }

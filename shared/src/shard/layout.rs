@@ -35,7 +35,7 @@ pub(super) fn state_dtype(dtype: StateDtype) -> Dtype {
 }
 
 /// Tensors of one sample.
-pub(super) fn tensors_per_sample(spec: &CaptureSpec) -> usize {
+pub(crate) fn tensors_per_sample(spec: &CaptureSpec) -> usize {
     2 + spec.layers.len() * if spec.dtype == StateDtype::Fp8 { 2 } else { 1 }
 }
 

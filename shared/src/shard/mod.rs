@@ -12,6 +12,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+pub(crate) use layout::tensors_per_sample;
 pub(crate) use reader::open_header;
 pub use reader::{ShardReader, read_header};
 pub use writer::ShardWriter;

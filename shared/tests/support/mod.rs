@@ -126,6 +126,31 @@ pub fn run(dir: &DatasetDir, samples: &[CapturedSample]) -> Result<(), Box<dyn s
     Ok(())
 }
 
+/// Runs statements with the `sqlite3` inside sqlx, as another program would.
+pub fn tamper(dir: &Path, sql: &'static str) {
+    use sqlx::{ConnectOptions, Connection};
+    let options = sqlx::sqlite::SqliteConnectOptions::new()
+        .filename(dir.join("manifest.sqlite"))
+        .foreign_keys(false)
+        .pragma("ignore_check_constraints", "ON");
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    runtime.block_on(async {
+        let mut conn = options.connect().await.unwrap();
+        sqlx::raw_sql(sql).execute(&mut conn).await.unwrap();
+        conn.close().await.unwrap();
+    });
+}
+
+/// Takes a manifest back to versions 3, 2 and 1.
+pub const BACK: [&str; 3] = [
+    "ALTER TABLE input DROP COLUMN blank; PRAGMA user_version = 3; \
+     DELETE FROM _sqlx_migrations WHERE version > 3",
+    "DROP TABLE storage_error; PRAGMA user_version = 2; \
+     DELETE FROM _sqlx_migrations WHERE version > 2",
+    "DROP TABLE failure; ALTER TABLE shard DROP COLUMN rebuilt; PRAGMA user_version = 1; \
+     DELETE FROM _sqlx_migrations WHERE version > 1",
+];
+
 /// An error with all its causes, as the commands print it.
 pub fn words(error: &(dyn std::error::Error + 'static)) -> String {
     error_chain::in_words(error)
