@@ -5,16 +5,19 @@ mod support;
 
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::FloatDType;
+use extractor::shutdown::Shutdown;
 use trainer::checkpoint::{Checkpoint, Parts, RunDir};
 use trainer::config::FitConfig;
 use trainer::dataset::ManifestDataset;
 use trainer::fit::{self, FitError, FitReport, Start};
 use trainer::vocab::VocabMap;
+use trainer::watch::Watch;
 use trainer::world::World;
 
 fn run(config: &FitConfig, start: Start) -> Result<FitReport, FitError> {
     let place = (&Default::default(), FloatDType::F32);
-    fit::run::<Autodiff<Flex>>(config, (start, &World::alone()), place)
+    let guards = (&Shutdown::default(), &Watch::default());
+    fit::run::<Autodiff<Flex>>(config, (start, &World::alone()), place, guards)
 }
 
 /// A run of `steps` steps on a data set of 20 samples, `data` and `run` in its folder.

@@ -28,7 +28,8 @@ fn nobody_is_lost(error: &WorldError) {
 }
 
 fn run(config: &FitConfig, start: Start, world: &World) -> Result<FitReport, FitError> {
-    fit::run::<Backend>(config, (start, world), (&Default::default(), FloatDType::F32))
+    let guards = (&Shutdown::default(), &Watch::default());
+    fit::run::<Backend>(config, (start, world), (&Default::default(), FloatDType::F32), guards)
 }
 
 /// Does `work` in `size` processes that have met; what they give, by rank.
@@ -175,7 +176,7 @@ fn a_signal_to_one_process_stops_all_after_the_same_step() {
         }
         let (start, cpu) = ((Start::Fresh, world), Default::default());
         let guards = (&stop, &Watch::default());
-        fit::run_until::<Backend>(&config, start, (&cpu, FloatDType::F32), guards).unwrap()
+        fit::run::<Backend>(&config, start, (&cpu, FloatDType::F32), guards).unwrap()
     });
     for (rank, report) in reports.iter().enumerate() {
         assert_eq!((report.stopped, report.steps), (true, 0), "rank {rank}");
@@ -219,8 +220,7 @@ fn an_evaluation_that_a_stop_cuts_off_is_made_up_for() {
     assert!(matches!(cut, Err(FitError::Evaluate(EvaluateError::Stopped))));
 
     let start = (Start::Resume, &alone);
-    let report =
-        fit::run_until::<Backend>(&config, start, place, (&stop, &Watch::default())).unwrap();
+    let report = fit::run::<Backend>(&config, start, place, (&stop, &Watch::default())).unwrap();
     assert_eq!((report.stopped, report.steps, report.acceptance_length), (true, 2, None));
     let report = run(&config, Start::Resume, &alone).unwrap();
     assert_eq!(curve(&config.checkpoint.run_dir, "eval/acceptance_length"), expected);

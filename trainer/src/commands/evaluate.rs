@@ -88,8 +88,8 @@ fn drafted_tokens(text: &str) -> Result<usize, String> {
 struct ChainReport {
     /// Most tokens drafted a round.
     drafted: usize,
-    /// Tokens a round, bonus token included.
-    acceptance_length: f64,
+    /// Tokens a round, bonus token included; nothing where there was no round.
+    acceptance_length: Option<f64>,
     /// Share of rounds in which the token of each position was accepted.
     acceptance_rate: Vec<f64>,
     #[serde(flatten)]
@@ -293,6 +293,10 @@ fn print(evaluation: &Evaluation, out: &mut dyn Write) -> std::io::Result<()> {
     let all = &evaluation.all;
     writeln!(out, "depth      rows    acc  full_acc  conditional  alpha  length incl. bonus")?;
     for depth in 0..all.rows.len() {
+        if all.rows[depth] == 0 {
+            writeln!(out, "{depth:>5}  no rows")?;
+            continue;
+        }
         writeln!(
             out,
             "{depth:>5}  {:>8}  {:.3}     {:.3}        {:.3}  {:.3}  {:.3}",

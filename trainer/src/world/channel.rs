@@ -82,7 +82,10 @@ fn accept(place: &Place, digest: &str) -> Result<(Vec<Peer>, Vec<Peer>), WorldEr
                 Ok(hello) if hello.protocol == PROTOCOL => {
                     same(&hello, place, digest)?;
                     let side = if hello.watch { &mut watched } else { &mut data };
-                    side.insert(hello.rank, stream);
+                    // One that ended and was started again may come twice.
+                    if side.insert(hello.rank, stream).is_some_and(|before| is_open(&before)) {
+                        return Err(WorldError::Twice { rank: hello.rank });
+                    }
                 }
                 _ => tracing::warn!("{from} is none of this run's processes"),
             },
@@ -103,6 +106,12 @@ fn accept(place: &Place, digest: &str) -> Result<(Vec<Peer>, Vec<Peer>), WorldEr
         }
     }
     Ok((data.into_iter().collect(), watched.into_iter().collect()))
+}
+
+/// Whether the other end has not closed a connection; nothing is read from it.
+fn is_open(stream: &TcpStream) -> bool {
+    let peeked = stream.set_nonblocking(true).and_then(|()| stream.peek(&mut [0]));
+    peeked.map_or_else(|error| error.kind() == WouldBlock, |bytes| bytes > 0)
 }
 
 /// Reads the greeting of a process that may be a stranger.
