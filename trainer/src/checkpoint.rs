@@ -19,7 +19,7 @@ use crate::dataset::SampleSet;
 use crate::draft::{DraftConfig, Eagle3Draft, Param, ParamShapeError};
 use crate::loader::LoaderState;
 use crate::ops::DraftOps;
-use crate::optimizer::Named;
+use crate::optimizer::{Named, nothing};
 use crate::target::{TargetConfig, TargetError};
 use crate::tensors::{HostTensor, TensorFile, TensorFileError};
 use crate::vocab::{VocabError, VocabMap};
@@ -253,7 +253,7 @@ impl Checkpoint {
     }
 
     /// First and second moments in the order of the draft's parameters, of each what `keep` makes
-    /// of it before the next is loaded.
+    /// of it before the next is loaded, and [`nothing`] of what is frozen.
     pub fn moments<B: Backend>(
         &self,
         device: &B::Device,
@@ -281,12 +281,15 @@ impl Checkpoint {
         device: &B::Device,
         keep: &dyn Fn(Param<B>) -> Param<B>,
     ) -> Result<Named<B>, CheckpointError> {
-        let path = Path::new(OPTIMIZER);
+        let (path, frozen) = (Path::new(OPTIMIZER), self.config.draft.frozen());
         let file = self.optimizer.as_ref().ok_or_else(|| CheckpointError::Missing {
             path: path.into(),
             why: "it was loaded for inference",
         })?;
         let read = |(name, shape): (String, Vec<usize>)| {
+            if prefix != TRAINED && frozen == Some(name.as_str()) {
+                return Ok((name, nothing(device)));
+            }
             let values = file.f32(&format!("{prefix}{name}"), &shape, path)?;
             Ok((name, keep(Param::from_vec(values, &shape, device))))
         };

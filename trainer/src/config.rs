@@ -418,6 +418,11 @@ impl FitConfig {
 }
 
 impl DraftSection {
+    /// Name of the parameter that is not trained.
+    pub fn frozen(&self) -> Option<&'static str> {
+        self.freeze_lm_head.then_some("lm_head.weight")
+    }
+
     /// Refuses sizes that the layout would not read: somebody meant something by them.
     fn validate_layout(&self) -> Result<(), ConfigError> {
         let (unread, layout) = match self.layout {

@@ -88,8 +88,8 @@ fn drafted_tokens(text: &str) -> Result<usize, String> {
 struct ChainReport {
     /// Most tokens drafted a round.
     drafted: usize,
-    /// Tokens a round, bonus token included; nothing where there was no round.
-    acceptance_length: Option<f64>,
+    /// Tokens a round, bonus token included.
+    acceptance_length: f64,
     /// Share of rounds in which the token of each position was accepted.
     acceptance_rate: Vec<f64>,
     #[serde(flatten)]
@@ -256,12 +256,13 @@ fn chains<B: DraftOps>(
             100.0 * greedy_share
         );
     }
-    let chains = args.chain.iter().zip(counted.by_length).map(|(&drafted, counts)| ChainReport {
-        drafted,
-        acceptance_length: counts.acceptance_length(),
-        acceptance_rate: counts.acceptance_rate(),
-        counts,
-    });
+    // Where one length has rounds, all have.
+    let report = |(&drafted, counts): (&usize, LiveCounts)| {
+        let (acceptance_length, acceptance_rate) =
+            (counts.acceptance_length()?, counts.acceptance_rate());
+        Some(ChainReport { drafted, acceptance_length, acceptance_rate, counts })
+    };
+    let chains = args.chain.iter().zip(counted.by_length).filter_map(report);
     let samples = recorded.indices.len();
     let report = ChainsReport { samples, greedy_share, chains: chains.collect() };
     if args.json {

@@ -223,7 +223,8 @@ fn activations<B: DraftOps>(
 ) -> Activations {
     let rows = [tokens, config.train.ttt_steps];
     let value_bytes = DType::from(dtype).size() as u64;
-    let keeping = Keeping { value_bytes, average: config.train.ema > 0.0, processes };
+    let (average, frozen) = (config.train.ema > 0.0, config.draft.frozen());
+    let keeping = Keeping { value_bytes, average, processes, frozen };
     let plan = MemoryPlan::new(draft, rows, keeping);
     let memory = B::memory(device);
     let choice = match (config.train.activations, memory) {

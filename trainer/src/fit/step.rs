@@ -431,9 +431,6 @@ where
     B::InnerBackend: DraftOps + ExchangeOps,
 {
     let config = &session.config;
-    if config.draft.freeze_lm_head {
-        optimizer = optimizer.with_frozen("lm_head.weight");
-    }
     if config.train.ema > 0.0 {
         optimizer = optimizer.with_average(config.train.ema, average, shards);
     }
@@ -448,6 +445,7 @@ fn adamw(config: &FitConfig) -> AdamWConfig {
         eps: train.adam_eps,
         weight_decay: train.weight_decay,
         clip: train.clip,
+        frozen: config.draft.frozen(),
     }
 }
 

@@ -84,6 +84,18 @@ fn strangers_are_ignored_and_other_runs_refused() {
     });
 }
 
+#[test]
+fn two_processes_of_the_same_rank_are_named() {
+    let port = free_port();
+    std::thread::scope(|scope| {
+        let join = |rank| scope.spawn(move || World::join(place(rank, 3, port), "same", |_| ()));
+        let processes = [0, 1, 1].map(join);
+        let [first, others @ ..] = processes.map(|process| process.join().unwrap().unwrap_err());
+        assert!(matches!(first, WorldError::Twice { rank: 1 }), "{first}");
+        assert_eq!((first.exit_code(), others.map(|other| other.exit_code())), (78, [75, 75]));
+    });
+}
+
 static LOST: Mutex<Option<Sender<String>>> = Mutex::new(None);
 
 fn tell(error: &WorldError) {
