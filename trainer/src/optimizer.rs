@@ -126,8 +126,8 @@ impl<B: DraftOps + ExchangeOps> AdamW<B> {
         Self::from_moments(config, 0, first, second)
     }
 
-    /// Continues from stored moments of this process's parts, in the order of the parameters; in the
-    /// place of what is frozen stands [`nothing`].
+    /// Continues from stored moments of this process's parts, in the order of the parameters; in
+    /// the place of what is frozen stands [`nothing`].
     pub fn from_moments(config: AdamWConfig, step: u64, first: Named<B>, second: Named<B>) -> Self {
         Self { config, step, first, second, masters: None, average: None }
     }

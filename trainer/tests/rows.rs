@@ -27,7 +27,7 @@ fn a_data_set_without_rows_is_refused_with_numbers() {
     let data = dir.path().join("data");
     support::dataset_without_rows(&data, 20, true);
     let mut config = support::config(&data, &dir.path().join("run"));
-    // Where the draft has the whole vocabulary no tokens are counted; the rows are looked at anyway.
+    // Where the draft has the whole vocabulary no tokens are counted; rows are looked at anyway.
     for draft_vocab_size in [Some(44), Some(48)] {
         config.draft.draft_vocab_size = draft_vocab_size;
         let error = run(&config, Start::Fresh).unwrap_err();

@@ -109,8 +109,8 @@ fn advised(error: CheckpointError, run: &Path) -> anyhow::Error {
     let error = anyhow::Error::from(error);
     match damaged {
         true => error.context(format!(
-            "the newest checkpoint of {} is damaged; --allow-older sets it aside and continues from \
-             the newest sound one",
+            "the newest checkpoint of {} is damaged; --allow-older sets it aside and continues \
+             from the newest sound one",
             run.display()
         )),
         false => error,

@@ -104,8 +104,8 @@ pub enum ExportError {
     },
     /// Embeddings of another target.
     #[error(
-        "the embeddings of {} are not those of {}, with which the draft was trained: token {id} has \
-            other values; name a data set of the same target", from.display(), trained.display()
+        "the embeddings of {} are not those of {}, with which the draft was trained: token {id} \
+            has other values; name a data set of the same target", from.display(), trained.display()
     )]
     OtherEmbeddings {
         /// Data set that they come from.

@@ -1,5 +1,5 @@
-//! Whether a run may be continued: under the settings, in the type and on the samples it was started
-//! with. Reads the manifest and the small files of a checkpoint, no shard and no weights.
+//! Whether a run may be continued: under the settings, in the type and on the samples it was
+//! started with. Reads the manifest and the small files of a checkpoint, no shard and no weights.
 
 use serde_json::{Map, Value};
 

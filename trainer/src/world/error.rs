@@ -79,7 +79,8 @@ pub enum WorldError {
     },
     /// Two processes say that they are the same one.
     #[error(
-        "two processes were started with RANK={rank}: give each of 0 to WORLD_SIZE - 1 to one of them"
+        "two processes were started with RANK={rank}: give every process a number of \
+         its own, 0 to WORLD_SIZE - 1"
     )]
     Twice {
         /// The number of both.
