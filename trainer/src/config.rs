@@ -361,12 +361,7 @@ impl FitConfig {
             positive_real("train.epochs", train.epochs),
             positive_real("train.lr", train.lr),
             unit("train.lr_floor", train.lr_floor),
-            (
-                train.lr_floor == 0.0 || matches!(train.schedule, Decay::Cosine | Decay::Linear),
-                "train.lr_floor",
-                train.lr_floor.to_string(),
-                "0 with this train.schedule: only cosine and linear end at a floor",
-            ),
+            train.floor_is_read(),
             unit("train.beta1", train.beta1),
             unit("train.beta2", train.beta2),
             (
@@ -414,6 +409,18 @@ impl FitConfig {
                 expected: expected.to_owned(),
             }),
         }
+    }
+}
+
+impl TrainSection {
+    /// A floor that the schedule would not end at: somebody meant something by it.
+    fn floor_is_read(&self) -> Rule<'_> {
+        (
+            self.lr_floor == 0.0 || matches!(self.schedule, Decay::Cosine | Decay::Linear),
+            "train.lr_floor",
+            self.lr_floor.to_string(),
+            "0 with this train.schedule: only cosine and linear end at a floor",
+        )
     }
 }
 
