@@ -10,8 +10,8 @@ use burn::tensor::FloatDType;
 use extractor::shutdown::Shutdown;
 use trainer::checkpoint::{Checkpoint, RunDir};
 use trainer::config::{FitConfig, MaskMode};
-use trainer::dataset::DatasetError;
-use trainer::fit::{self, FitError, FitReport, Start};
+use trainer::dataset::{DatasetError, ManifestDataset};
+use trainer::fit::{self, FitError, FitReport, Session, Start};
 use trainer::watch::Watch;
 use trainer::world::World;
 
@@ -50,6 +50,29 @@ fn rows_by_step(run_dir: &Path) -> Vec<u64> {
     let text = std::fs::read_to_string(RunDir::new(run_dir).metrics()).unwrap();
     let value = |line: &str| serde_json::from_str::<serde_json::Value>(line).unwrap();
     text.lines().map(|line| value(line)["train/rows"].as_u64().unwrap()).collect()
+}
+
+/// Both kinds of sample come first in the order of some share.
+#[test]
+fn held_out_samples_without_rows_are_not_measured() {
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("data");
+    support::dataset_without_rows(&data, 40, false);
+    let dataset = ManifestDataset::open(&data).unwrap();
+    let mut config = support::config(&data, &dir.path().join("run"));
+    config.checkpoint.eval_samples = 1;
+    let mut seen = [false; 2];
+    for share in [0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6] {
+        config.data.held_out = share;
+        let Some(&measured) = dataset.split(share).held_out.first() else { continue };
+        let tokens = dataset.reader().read_tokens(measured).unwrap();
+        let rows = tokens.loss_mask().windows(2).any(|pair| pair == [1, 1]);
+        let place = (&Default::default(), FloatDType::F32);
+        let session = Session::<Autodiff<Flex>>::open(&config, place).unwrap();
+        assert_eq!(session.split.held_out.is_empty(), !rows, "{share}");
+        seen[usize::from(rows)] = true;
+    }
+    assert_eq!(seen, [true; 2]);
 }
 
 /// Neither decay nor moments nor the average move anything, and a run that continues after such a
