@@ -75,7 +75,7 @@ pub struct Evaluation {
     pub samples: usize,
     /// All samples.
     pub all: Acceptance,
-    /// Samples of up to so many tokens (and more than the bucket before): only buckets in use.
+    /// Samples of up to so many tokens (and more than the bucket before): only buckets with rows.
     pub by_length: Vec<Bucket>,
 }
 
@@ -106,7 +106,7 @@ pub struct EvaluationPlan<'a> {
 }
 
 /// Runs a draft over samples of a data set. Changes nothing: the result depends on the weights and
-/// the samples only.
+/// the samples only. Samples without a row to measure are an error.
 pub fn evaluate<B: DraftOps>(
     draft: &Eagle3Draft<B>,
     frozen: &FrozenTarget<B>,
@@ -128,11 +128,17 @@ pub fn evaluate<B: DraftOps>(
         let sums =
             run_samples(draft, frozen, dataset, &EvaluationPlan { indices: &members, ..*what })?;
         total.add(&sums);
+        if !sums.counts_rows() {
+            continue;
+        }
         by_length.push(Bucket {
             up_to_tokens: BUCKETS.get(bucket).copied(),
             samples: members.len(),
             acceptance: Acceptance::from_metrics(&sums),
         });
+    }
+    if !total.counts_rows() {
+        return Err(EvaluateError::NoRows { samples: what.indices.len() });
     }
     let all = Acceptance::from_metrics(&total);
     Ok(Evaluation { samples: what.indices.len(), all, by_length })
@@ -186,6 +192,15 @@ pub enum EvaluateError {
     /// Draft, target and data do not belong together.
     #[error(transparent)]
     Ttt(#[from] TttError),
+    /// Nothing to measure.
+    #[error(
+        "no rows were measured: the loss masks of the {samples} samples have no two trained tokens \
+            side by side, behind another one of their sample"
+    )]
+    NoRows {
+        /// Samples looked at.
+        samples: usize,
+    },
     /// A stop was asked for.
     #[error("stopped by a signal in an evaluation")]
     Stopped,
@@ -197,6 +212,7 @@ impl EvaluateError {
         match self {
             Self::Dataset(error) => error.exit_code(),
             Self::Ttt(error) => error.exit_code(),
+            Self::NoRows { .. } => 65,
             Self::Stopped => EXIT_STOPPED,
         }
     }

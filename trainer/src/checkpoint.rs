@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use burn::tensor::backend::Backend;
+use burn::tensor::{DType, FloatDType};
 use serde::{Deserialize, Serialize};
 use shared::LayerIndex;
 use shared::durable::{self, DurableError};
@@ -17,7 +18,8 @@ use crate::config::{ConfigError, FitConfig};
 use crate::dataset::SampleSet;
 use crate::draft::{DraftConfig, Eagle3Draft, Param, ParamShapeError};
 use crate::loader::LoaderState;
-use crate::optimizer::Named;
+use crate::ops::DraftOps;
+use crate::optimizer::{Named, nothing};
 use crate::target::{TargetConfig, TargetError};
 use crate::tensors::{HostTensor, TensorFile, TensorFileError};
 use crate::vocab::{VocabError, VocabMap};
@@ -48,6 +50,28 @@ pub struct Best {
     pub acceptance_length: f64,
 }
 
+/// Where a run computes, and in which type.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Computed {
+    /// `cpu` or `cuda`.
+    pub device: String,
+    /// Type of states and products: `f32` or `bf16`.
+    pub dtype: String,
+}
+
+impl Computed {
+    /// On the device of backend `B`, in `dtype`.
+    pub fn on<B: DraftOps>(dtype: FloatDType) -> Self {
+        Self { device: B::DEVICE.to_owned(), dtype: DType::from(dtype).name().to_owned() }
+    }
+}
+
+impl std::fmt::Display for Computed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} on {}", self.dtype, self.device)
+    }
+}
+
 /// The small part of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct CheckpointState {
@@ -55,6 +79,9 @@ pub struct CheckpointState {
     pub format: u32,
     /// Optimizer steps taken.
     pub step: u64,
+    /// Updates made, where steps without trained rows make them fewer than the steps.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub updates: Option<u64>,
     /// Where the data order continues.
     pub loader: LoaderState,
     /// Seed of weights and order.
@@ -80,6 +107,9 @@ pub struct CheckpointState {
     /// The data set's samples; absent in checkpoints of before they were noted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub samples: Option<SampleSet>,
+    /// Where and how it was computed; absent in checkpoints of before it was noted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub computed: Option<Computed>,
 }
 
 /// So few digits that JSON gives the same value back: of a value with all of its digits the reader
@@ -223,7 +253,7 @@ impl Checkpoint {
     }
 
     /// First and second moments in the order of the draft's parameters, of each what `keep` makes
-    /// of it before the next is loaded.
+    /// of it before the next is loaded, and [`nothing`] of what is frozen.
     pub fn moments<B: Backend>(
         &self,
         device: &B::Device,
@@ -251,12 +281,15 @@ impl Checkpoint {
         device: &B::Device,
         keep: &dyn Fn(Param<B>) -> Param<B>,
     ) -> Result<Named<B>, CheckpointError> {
-        let path = Path::new(OPTIMIZER);
+        let (path, frozen) = (Path::new(OPTIMIZER), self.config.draft.frozen());
         let file = self.optimizer.as_ref().ok_or_else(|| CheckpointError::Missing {
             path: path.into(),
             why: "it was loaded for inference",
         })?;
         let read = |(name, shape): (String, Vec<usize>)| {
+            if prefix != TRAINED && frozen == Some(name.as_str()) {
+                return Ok((name, nothing(device)));
+            }
             let values = file.f32(&format!("{prefix}{name}"), &shape, path)?;
             Ok((name, keep(Param::from_vec(values, &shape, device))))
         };
@@ -320,8 +353,8 @@ pub enum CheckpointError {
         why: &'static str,
     },
     /// Bytes changed since they were written.
-    #[error("{} was changed or damaged: its BLAKE3 is {found}, {expected} was written; \
-        --allow-older goes on from an older one", path.display())]
+    #[error("{} was changed or damaged: its BLAKE3 is {found}, {expected} was written",
+        path.display())]
     Digest {
         /// The file.
         path: PathBuf,
@@ -329,6 +362,17 @@ pub enum CheckpointError {
         expected: String,
         /// Digest of the bytes.
         found: String,
+    },
+    /// The best checkpoint of a run, or what tells which that is.
+    #[error("the best checkpoint of {} is damaged; {}", run.display(), instead(sound.as_deref()))]
+    Best {
+        /// The run directory.
+        run: PathBuf,
+        /// Newest checkpoint that is not damaged.
+        sound: Option<PathBuf>,
+        /// What is wrong.
+        #[source]
+        cause: Box<CheckpointError>,
     },
     /// state.json is no state.
     #[error("{} does not describe a checkpoint", path.display())]
@@ -394,9 +438,17 @@ pub enum CheckpointError {
     Shape(#[from] ParamShapeError),
 }
 
+/// What to do about a damaged best checkpoint.
+fn instead(sound: Option<&Path>) -> String {
+    match sound {
+        Some(path) => format!("{} is sound: name it in place of the run", path.display()),
+        None => "and no other one of it is sound".to_owned(),
+    }
+}
+
 impl CheckpointError {
     /// Whether the files are not those that were written, so that an older checkpoint may do.
-    pub(crate) fn is_damage(&self) -> bool {
+    pub fn is_damage(&self) -> bool {
         match self {
             Self::Io { source, .. } => source.kind() == std::io::ErrorKind::NotFound,
             Self::Durable(_) | Self::Locked { .. } | Self::None { .. } | Self::Format { .. } => {
@@ -412,6 +464,7 @@ impl CheckpointError {
             Self::Io { .. } => 74,
             Self::Durable(error) => error.exit_code(),
             Self::Locked { .. } => 73,
+            Self::Best { cause, .. } => cause.exit_code(),
             Self::Tensors(error) => error.exit_code(),
             Self::Vocab(error) => error.exit_code(),
             Self::Config(error) => error.exit_code(),

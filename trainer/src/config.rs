@@ -223,7 +223,7 @@ pub struct TrainSection {
     pub warmup_steps: u64,
     /// Shape of the learning rate after warm-up.
     pub schedule: Decay,
-    /// Last learning rate as a fraction of the highest.
+    /// Schedules `cosine` and `linear`: last learning rate as a fraction of the highest.
     pub lr_floor: f64,
     /// Schedule `step`: shares of the run after which the learning rate falls, ascending.
     pub lr_milestones: Vec<f64>,
@@ -339,7 +339,7 @@ impl FitConfig {
     /// Checks ranges that the types do not; the error names the key.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let (data, train, keep) = (&self.data, &self.train, &self.checkpoint);
-        let rules: [(bool, &str, String, &str); 25] = [
+        let rules: [(bool, &str, String, &str); 26] = [
             given(
                 "data.dataset",
                 &data.dataset,
@@ -361,6 +361,7 @@ impl FitConfig {
             positive_real("train.epochs", train.epochs),
             positive_real("train.lr", train.lr),
             unit("train.lr_floor", train.lr_floor),
+            train.floor_is_read(),
             unit("train.beta1", train.beta1),
             unit("train.beta2", train.beta2),
             (
@@ -411,7 +412,24 @@ impl FitConfig {
     }
 }
 
+impl TrainSection {
+    /// A floor that the schedule would not end at: somebody meant something by it.
+    fn floor_is_read(&self) -> Rule<'_> {
+        (
+            self.lr_floor == 0.0 || matches!(self.schedule, Decay::Cosine | Decay::Linear),
+            "train.lr_floor",
+            self.lr_floor.to_string(),
+            "0 with this train.schedule: only cosine and linear end at a floor",
+        )
+    }
+}
+
 impl DraftSection {
+    /// Name of the parameter that is not trained.
+    pub fn frozen(&self) -> Option<&'static str> {
+        self.freeze_lm_head.then_some("lm_head.weight")
+    }
+
     /// Refuses sizes that the layout would not read: somebody meant something by them.
     fn validate_layout(&self) -> Result<(), ConfigError> {
         let (unread, layout) = match self.layout {

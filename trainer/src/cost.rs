@@ -109,6 +109,8 @@ pub struct Keeping {
     pub average: bool,
     /// Processes that share the state of the optimizer.
     pub processes: usize,
+    /// Parameter that is not trained and has no moments.
+    pub frozen: Option<&'static str>,
 }
 
 /// Bytes on the device of one process that a run needs at its peak, by what they are for.
@@ -142,15 +144,15 @@ impl MemoryPlan {
         let shapes = config.parameter_shapes();
         let values = |shape: &[usize]| shape.iter().product::<usize>() as u64;
         let parameters: u64 = shapes.iter().map(|(_, shape)| values(shape)).sum();
-        let own: u64 = shapes
-            .iter()
-            .map(|(_, shape)| match own_rows(shape, keeping.processes) {
+        let optimizer = shapes.iter().map(|(name, shape)| {
+            let own = match own_rows(shape, keeping.processes) {
                 Some(_) => values(shape) / keeping.processes as u64,
                 None => values(shape),
-            })
-            .sum();
-        // Two moments, f32 parameters beside rounded ones, an average.
-        let kept = 4 * (2 + u64::from(size < 4) + u64::from(keeping.average));
+            };
+            // Two moments, f32 parameters beside rounded ones, an average.
+            let moments = if keeping.frozen == Some(name.as_str()) { 0 } else { 2 };
+            4 * own * (moments + u64::from(size < 4) + u64::from(keeping.average))
+        });
         let (width, inner) = (config.hidden_size, config.intermediate_size);
         let Sizes { first, mixed, .. } = Sizes::of(config);
         let heads = match config.attention {
@@ -168,7 +170,7 @@ impl MemoryPlan {
         let batch = tokens * ((config.num_aux + 1) * width + half + 3 * inner + 4 * width);
         Self {
             parameters: (2 + u64::from(keeping.processes > 1)) * parameters * size,
-            optimizer: own * kept,
+            optimizer: optimizer.sum(),
             target: 2 * (config.vocab_size * width) as u64 * size,
             activations: rows * row as u64 * size,
             recomputed: rows * 2 * inner as u64 * size,
@@ -258,7 +260,7 @@ mod tests {
 
     #[test]
     fn activations_are_made_again_where_they_do_not_fit() {
-        let keeping = Keeping { value_bytes: 2, average: false, processes: 1 };
+        let keeping = Keeping { value_bytes: 2, average: false, processes: 1, frozen: None };
         let plan = MemoryPlan::new(&config(), [32_768, 7], keeping);
         let [kept, again] =
             [Activations::Keep, Activations::Recompute].map(|choice| plan.total(choice));
@@ -267,6 +269,10 @@ mod tests {
         let parameters = matrices + 4 * 7168;
         // Gradients in bf16 too; f32 parameters and two moments.
         assert_eq!([plan.parameters, plan.optimizer], [2 * 2 * parameters, 12 * parameters]);
+        // A frozen head keeps its f32 values and no moments.
+        let frozen = Keeping { frozen: Some("lm_head.weight"), ..keeping };
+        let moments = plan.optimizer - MemoryPlan::new(&config(), [32_768, 7], frozen).optimizer;
+        assert_eq!(moments, 8 * 32_000 * 7168);
         assert_eq!(plan.choose(141_000_000_000), Activations::Keep, "{plan}");
         assert_eq!(plan.choose(80_000_000_000), Activations::Recompute, "{plan}");
     }
@@ -274,7 +280,7 @@ mod tests {
     #[test]
     fn processes_share_the_optimizers_state_where_rows_divide() {
         let plan = |processes, average| {
-            let keeping = Keeping { value_bytes: 2, average, processes };
+            let keeping = Keeping { value_bytes: 2, average, processes, frozen: None };
             MemoryPlan::new(&config(), [4096, 7], keeping)
         };
         let alone = plan(1, false);

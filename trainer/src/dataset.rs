@@ -291,6 +291,20 @@ pub enum DatasetError {
         /// Why not.
         reason: &'static str,
     },
+    /// Samples whose loss masks leave nothing to train.
+    #[error(
+        "none of the {samples} samples to train on has a row that can be trained, of {tokens} \
+            trained tokens in all: a row needs {rule}; look at the loss masks (`extractor query \
+            DATASET samples`), and extract the conversations again with whole answers trained"
+    )]
+    NoRows {
+        /// Samples to train on.
+        samples: usize,
+        /// Their trained tokens.
+        tokens: usize,
+        /// What makes a row.
+        rule: &'static str,
+    },
     /// A shard of another data set.
     #[error(
         "{shard} was written under fingerprint {found}, the manifest has {expected}: it belongs \

@@ -50,6 +50,15 @@ pub enum ExportDtype {
     F32,
 }
 
+/// Token embeddings of a target.
+#[derive(Clone, Debug)]
+pub struct Embeddings {
+    /// `[V, H]`.
+    pub values: Vec<f32>,
+    /// Data set that they come from.
+    pub from: PathBuf,
+}
+
 /// What to write.
 #[derive(Clone, Debug)]
 pub struct ExportOptions {
@@ -59,8 +68,8 @@ pub struct ExportOptions {
     pub dtype: ExportDtype,
     /// Which engines the layer ids must be right for.
     pub engine: Engine,
-    /// The target's embeddings `[V, H]`, to be written too.
-    pub embeddings: Option<Vec<f32>>,
+    /// The target's embeddings, to be written too.
+    pub embeddings: Option<Embeddings>,
     /// Drafted tokens a round that the speculators format proposes.
     pub draft_tokens: usize,
     /// Name of the target that the speculators format records.
@@ -249,15 +258,37 @@ fn tensors(checkpoint: &Checkpoint, options: &ExportOptions) -> Result<TensorFil
         file.tensors.insert("t2d".into(), HostTensor::bool(checkpoint.vocab.t2d()));
     }
     if let Some(embeddings) = &options.embeddings {
+        check_embeddings(checkpoint, embeddings)?;
         let shape = [draft.vocab_size, draft.hidden_size];
-        if embeddings.len() != shape.iter().product::<usize>() {
-            return Err(ExportError::Embeddings { found: embeddings.len(), expected: shape });
-        }
-        file.tensors.insert("embed_tokens.weight".into(), store(embeddings, &shape));
+        file.tensors.insert("embed_tokens.weight".into(), store(&embeddings.values, &shape));
     }
     // Loaders of the field look for this key.
     file.metadata.insert("format".into(), "pt".into());
     Ok(file)
+}
+
+/// Compares embeddings with the golden rows: what the draft was fed with in training.
+fn check_embeddings(checkpoint: &Checkpoint, given: &Embeddings) -> Result<(), ExportError> {
+    let draft = &checkpoint.state.draft;
+    let (expected, width) = ([draft.vocab_size, draft.hidden_size], draft.hidden_size);
+    let (values, from) = (&given.values, &given.from);
+    if values.len() != expected.iter().product::<usize>() {
+        let (from, found) = (from.clone(), values.len());
+        return Err(ExportError::Embeddings { from, found, expected });
+    }
+    let path = Path::new("golden.safetensors");
+    let ids = checkpoint.golden.get("input_ids", path)?.to_i64().unwrap_or_default();
+    let trained = checkpoint.golden.f32("embeds", &[ids.len(), width], path)?;
+    let row = |id: i64| values.get(usize::try_from(id).ok()? * width..)?.get(..width);
+    let mut rows = ids.into_iter().zip(trained.chunks_exact(width));
+    match rows.find(|&(id, trained)| row(id) != Some(trained)) {
+        None => Ok(()),
+        Some((id, _)) => Err(ExportError::OtherEmbeddings {
+            from: from.clone(),
+            trained: checkpoint.config.data.dataset.clone(),
+            id,
+        }),
+    }
 }
 
 fn with_dtype(mut config: Map<String, Value>, options: &ExportOptions) -> Map<String, Value> {

@@ -4,10 +4,12 @@
 mod error;
 mod identity;
 mod session;
+mod split;
 mod stall;
 mod step;
 
 use std::path::PathBuf;
+use std::time::Instant;
 
 use burn::tensor::FloatDType;
 use extractor::shutdown::Shutdown;
@@ -16,9 +18,9 @@ use serde::Serialize;
 pub use self::error::FitError;
 pub use self::session::{Session, frozen_target, ttt_options};
 pub use self::stall::InputTimes;
-pub use self::step::TrainState;
+pub use self::step::{StepOutcome, TrainState};
 use crate::acceptance::{EvaluateError, Evaluation};
-use crate::checkpoint::{Checkpoint, RunDir};
+use crate::checkpoint::{Checkpoint, Computed, RunDir, RunLock};
 use crate::config::FitConfig;
 use crate::dataset::ManifestDataset;
 use crate::exchange::ExchangeOps;
@@ -67,25 +69,12 @@ pub struct FitReport {
 
 /// Trains a draft as configured and keeps its checkpoints in the run directory. States and products
 /// are of type `dtype`, sums of the optimizer in f32. Every process of `world` calls this; the
-/// first one writes.
+/// first one writes. Ends after the step in work, with a checkpoint, when `stop` is requested in
+/// any process, and tells `watch` how it goes on.
 pub fn run<B>(
     config: &FitConfig,
-    start: (Start, &World),
-    place: (&B::Device, FloatDType),
-) -> Result<FitReport, FitError>
-where
-    B: HandOver + DraftOps + InputOps,
-    B::InnerBackend: DraftOps + ExchangeOps,
-{
-    run_until::<B>(config, start, place, (&Shutdown::default(), &Watch::default()))
-}
-
-/// [`run`] that ends after the step in work, with a checkpoint, when `stop` is requested in any
-/// process, and tells `watch` how it goes on.
-pub fn run_until<B>(
-    config: &FitConfig,
     (start, world): (Start, &World),
-    (device, dtype): (&B::Device, FloatDType),
+    place: (&B::Device, FloatDType),
     (stop, watch): (&Shutdown, &Watch),
 ) -> Result<FitReport, FitError>
 where
@@ -94,71 +83,158 @@ where
 {
     config.validate()?;
     let run = RunDir::new(&config.checkpoint.run_dir);
-    let first = world.is_first();
-    let _lock = first.then(|| run.claim()).transpose()?;
+    let _lock = claim(&run, start, world)?;
     watch.at(Phase::Data, 0);
-    let session = open::<B>(config, &run, (start, world, watch), (device, dtype))?;
+    let session = open::<B>(config, &run, (start, world, watch), place)?;
     // Each reads the data set in its own time; from here on they go together.
-    watch.rest();
-    world.from_first(0.0)?;
+    together(world, watch)?;
     watch.at(Phase::Start, 0);
-    let mut state = TrainState::start(&session, &run, (start, world))?;
-    state.watch = watch.clone();
-    let expected = world.from_first(state.step as f64)? as u64;
-    if state.step != expected {
-        return Err(FitError::OtherStep { expected, found: state.step });
-    }
+    let mut state = begin(&session, &run, (start, world, watch))?;
     let mut loader = session.loader(state.loader, world)?;
-    let open_log = || RunLog::open(&run.metrics(), state.step, session.total_steps);
-    let mut log = first.then(open_log).transpose()?;
-    let clock = std::time::Instant::now();
-    let (first_step, mut tokens) = (state.step, 0);
-    let mut saved = None;
-
+    let mut log = open_log(&run, &state, (start, session.total_steps))?;
+    let mut done = Done::before(state.step);
     resume_evaluation(&session, &mut state, (&mut log, start, stop))?;
-    let mut stopped = false;
+    let mut saved = start == Start::Resume;
     while state.step < session.total_steps {
         // All end after the same step, whenever the signal comes to each. The first may still be
         // writing a checkpoint: its own watch ends that.
         watch.rest();
-        stopped = world.any(stop.requested())?;
-        if stopped {
+        done.stopped = world.any(stop.requested())?;
+        if done.stopped {
             break;
         }
         watch.at(Phase::Step, state.step + 1);
         let Some(group) = state.next_group(&mut loader, config.train.accumulate)? else { break };
         let outcome = state.train(&session, group)?;
-        tokens += outcome.tokens;
-        let seconds = clock.elapsed().as_secs_f64();
-        let stall = state.input.share(seconds);
+        let stall = done.step(&outcome, &state.input);
         if let Some(log) = &mut log {
-            log.record(state.step, outcome.record(tokens as f64 / seconds, stall))?;
+            log.record(state.step, outcome.record(done.tokens_per_second(), stall))?;
         }
-        if evaluate_and_save(&session, &mut state, (&mut log, &run, stop))? {
-            saved = Some(state.step);
-        }
+        saved = evaluate_and_save(&session, &mut state, (&mut log, &run, stop))?;
         if let Some(log) = &mut log {
             log.progress(state.step, &outcome.summary(state.best, stall));
         }
     }
-    if let Some(log) = &log {
-        log.finish();
-    }
-    if let Some(why) = state.input.explain(clock.elapsed().as_secs_f64()) {
-        tracing::warn!("{why}");
-    }
-    if saved != Some(state.step) && (state.step != first_step || start == Start::Fresh) {
+    if !saved {
         save(&session, &state, &run)?;
     }
-    watch.rest();
     // The others have to find what the first one reports.
+    together(world, watch)?;
+    Ok(report(&session, &state, (&run, &log, done)))
+}
+
+/// What this process did in its loop.
+struct Done {
+    clock: Instant,
+    first_step: u64,
+    stopped: bool,
+    tokens: u64,
+    /// Steps without a trained row.
+    empty: u64,
+}
+
+impl Done {
+    fn before(first_step: u64) -> Self {
+        Self { clock: Instant::now(), first_step, stopped: false, tokens: 0, empty: 0 }
+    }
+
+    /// Counts a step; the share of the time so far that was spent waiting for input.
+    fn step(&mut self, outcome: &StepOutcome, input: &InputTimes) -> f64 {
+        self.tokens += outcome.tokens;
+        self.empty += u64::from(!outcome.metrics.has_rows());
+        input.share(self.clock.elapsed().as_secs_f64())
+    }
+
+    fn tokens_per_second(&self) -> f64 {
+        self.tokens as f64 / self.clock.elapsed().as_secs_f64()
+    }
+}
+
+/// Takes the run directory for this run, in the first process.
+fn claim(run: &RunDir, start: Start, world: &World) -> Result<Option<RunLock>, FitError> {
+    if start == Start::Resume {
+        // Of a directory without a run nothing is made.
+        run.latest()?;
+    }
+    Ok(world.is_first().then(|| run.claim()).transpose()?)
+}
+
+/// Waits for the other processes.
+fn together(world: &World, watch: &Watch) -> Result<(), FitError> {
+    watch.rest();
     world.from_first(0.0)?;
-    Ok(FitReport {
+    Ok(())
+}
+
+/// Fresh weights or those of the newest checkpoint, of the same step in all processes.
+fn begin<B>(
+    session: &Session<B>,
+    run: &RunDir,
+    (start, world, watch): (Start, &World, &Watch),
+) -> Result<TrainState<B>, FitError>
+where
+    B: HandOver + DraftOps + InputOps,
+    B::InnerBackend: DraftOps + ExchangeOps,
+{
+    let mut state = TrainState::start(session, run, (start, world))?;
+    state.watch = watch.clone();
+    let expected = world.from_first(state.step as f64)? as u64;
+    match state.step == expected {
+        true => Ok(state),
+        false => Err(FitError::OtherStep { expected, found: state.step }),
+    }
+}
+
+/// The first process's log.
+fn open_log<B>(
+    run: &RunDir,
+    state: &TrainState<B>,
+    (start, total_steps): (Start, u64),
+) -> Result<Option<RunLog>, FitError>
+where
+    B: HandOver + DraftOps + InputOps,
+    B::InnerBackend: DraftOps + ExchangeOps,
+{
+    if !state.shards.world().is_first() {
+        return Ok(None);
+    }
+    if start == Start::Fresh {
+        run.set_metrics_aside()?;
+    }
+    let from = (state.step, state.acceptance_length.is_some());
+    Ok(Some(RunLog::open(&run.metrics(), from, total_steps)?))
+}
+
+/// What came of the run; warns of what its user may want to change.
+fn report<B>(
+    session: &Session<B>,
+    state: &TrainState<B>,
+    (run, log, done): (&RunDir, &Option<RunLog>, Done),
+) -> FitReport
+where
+    B: HandOver + DraftOps + InputOps,
+    B::InnerBackend: DraftOps + ExchangeOps,
+{
+    let (seconds, new_steps) = (done.clock.elapsed().as_secs_f64(), state.step - done.first_step);
+    if let Some(why) = state.input.explain(seconds) {
+        tracing::warn!("{why}");
+    }
+    if let Some(log) = log {
+        log.finish();
+        if done.empty > 0 {
+            tracing::warn!(
+                "{} of {new_steps} steps had no trained row and changed nothing: raise \
+                    data.max_tokens or train.accumulate, or leave samples without answers out",
+                done.empty
+            );
+        }
+    }
+    FitReport {
         steps: state.step,
-        new_steps: state.step - first_step,
-        stopped,
-        tokens,
-        seconds: clock.elapsed().as_secs_f64(),
+        new_steps,
+        stopped: done.stopped,
+        tokens: done.tokens,
+        seconds,
         seconds_waited: state.input.waited(),
         vocab_coverage: session.vocab.coverage(),
         samples: (session.split.train.len(), session.split.held_out.len()),
@@ -166,7 +242,7 @@ where
         checkpoint: run.checkpoint(state.step),
         best: run.checkpoint(state.best.map_or(state.step, |best| best.step)),
         acceptance_length: state.best.map(|best| best.acceptance_length),
-    })
+    }
 }
 
 /// The data set and what follows from it, if the run may start or go on with it.
@@ -181,7 +257,7 @@ where
     B::InnerBackend: DraftOps + ExchangeOps,
 {
     let dataset = ManifestDataset::open(&config.data.dataset)?;
-    check_start(config, (run, &dataset), (start, world))?;
+    check_start(config, (run, &dataset), (start, world), Computed::on::<B>(place.1))?;
     let kept = if start == Start::Resume { kept_vocab(run)? } else { None };
     Session::over(dataset, config, (world.size(), kept, watch), place)
 }
@@ -191,6 +267,7 @@ fn check_start(
     config: &FitConfig,
     (run, dataset): (&RunDir, &ManifestDataset),
     (start, world): (Start, &World),
+    computed: Computed,
 ) -> Result<(), FitError> {
     let (accumulate, size) = (config.train.accumulate, world.size());
     if !accumulate.is_multiple_of(size) {
@@ -199,7 +276,7 @@ fn check_start(
     match start {
         Start::Fresh if run.all_steps()?.is_empty() => Ok(()),
         Start::Fresh => Err(FitError::RunExists { path: run.root().to_owned() }),
-        Start::Resume => identity::require_same_run(config, run, dataset),
+        Start::Resume => identity::require_same_run(config, (run, dataset), computed),
     }
 }
 

@@ -64,11 +64,12 @@ impl LiveCounts {
     }
 
     /// Tokens a target forward yields, the bonus token included; 1 is decoding without a draft.
-    pub fn acceptance_length(&self) -> f64 {
-        self.tokens as f64 / self.rounds.max(1) as f64
+    /// `None` without rounds.
+    pub fn acceptance_length(&self) -> Option<f64> {
+        (self.rounds > 0).then(|| self.tokens as f64 / self.rounds as f64)
     }
 
-    /// Share of rounds in which the token of each position was accepted.
+    /// Share of rounds in which the token of each position was accepted; empty without rounds.
     pub fn acceptance_rate(&self) -> Vec<f64> {
         self.accepted.iter().map(|&count| count as f64 / self.rounds.max(1) as f64).collect()
     }

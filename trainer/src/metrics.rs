@@ -73,6 +73,16 @@ impl TttMetrics {
         }
     }
 
+    /// Whether any row was in the loss, at any step.
+    pub fn has_rows(&self) -> bool {
+        self.step_rows.iter().any(|&rows| rows > 0)
+    }
+
+    /// Whether any row was in the accuracies, at any step.
+    pub fn counts_rows(&self) -> bool {
+        self.counted.iter().any(|&rows| rows > 0)
+    }
+
     /// Loss of each step: sum over divisor; 0 without rows.
     pub fn step_loss(&self) -> Vec<f64> {
         let pairs = self.step_loss_sum.iter().zip(&self.step_divisor);

@@ -2,7 +2,6 @@
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{FloatDType, Tensor};
-use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::draft::{Eagle3Draft, Param};
@@ -14,8 +13,8 @@ use crate::shards::{InFlight, Shards};
 /// A gradient or a moment for every parameter, in the order of [`Eagle3Draft::parameters`].
 pub type Named<B> = Vec<(String, Param<B>)>;
 
-/// Constants of the update.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+/// What is the same in every update.
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamWConfig {
     /// Decay of the first moment.
     pub beta1: f64,
@@ -27,6 +26,8 @@ pub struct AdamWConfig {
     pub weight_decay: f64,
     /// Largest global gradient norm; 0 means no limit.
     pub clip: f64,
+    /// Parameter that stays as it is and has no moments.
+    pub frozen: Option<&'static str>,
 }
 
 /// Moments of every parameter and the number of steps taken. Where several processes train
@@ -39,8 +40,6 @@ pub struct AdamW<B: Backend> {
     second: Named<B>,
     /// f32 parameters that the draft's are rounded from; `None` when those are f32 themselves.
     masters: Option<Named<B>>,
-    /// Parameter that stays as it is.
-    frozen: Option<&'static str>,
     average: Option<Average<B>>,
 }
 
@@ -112,7 +111,13 @@ impl GradientError {
 impl<B: DraftOps + ExchangeOps> AdamW<B> {
     /// Zero moments for this process's parts of the parameters of a draft.
     pub fn new(config: AdamWConfig, draft: &Eagle3Draft<B>, shards: &Shards<B>) -> Self {
-        let zeros = |(name, param): (String, Param<B>)| (name, shards.own(param).zeros_like());
+        let zeros = |(name, param): (String, Param<B>)| {
+            let moment = match config.frozen == Some(name.as_str()) {
+                true => nothing(&draft.device()),
+                false => shards.own(param).zeros_like(),
+            };
+            (name, moment)
+        };
         let moments = |draft: &Eagle3Draft<B>| -> Named<B> {
             draft.parameters().into_iter().map(zeros).collect()
         };
@@ -121,14 +126,10 @@ impl<B: DraftOps + ExchangeOps> AdamW<B> {
         Self::from_moments(config, 0, first, second)
     }
 
-    /// Continues from stored moments of this process's parts, in the order of the parameters.
+    /// Continues from stored moments of this process's parts, in the order of the parameters; in
+    /// the place of what is frozen stands [`nothing`].
     pub fn from_moments(config: AdamWConfig, step: u64, first: Named<B>, second: Named<B>) -> Self {
-        Self { config, step, first, second, masters: None, frozen: None, average: None }
-    }
-
-    /// The same, but the parameter `name` is never updated.
-    pub fn with_frozen(self, name: &'static str) -> Self {
-        Self { frozen: Some(name), ..self }
+        Self { config, step, first, second, masters: None, average: None }
     }
 
     /// Keeps a moving average of this process's parts of the parameters, which are `start` now:
@@ -173,7 +174,11 @@ impl<B: DraftOps + ExchangeOps> AdamW<B> {
         }
         let shapes = draft.config().parameter_shapes();
         for (what, list) in lists {
+            let moments = matches!(what, Kept::First | Kept::Second);
             for ((name, part), (_, shape)) in list.into_iter().flatten().zip(&shapes) {
+                if moments && self.frozen() == Some(name.as_str()) {
+                    continue;
+                }
                 take(what, name, shards.whole(part.clone(), shape)?);
             }
         }
@@ -196,7 +201,7 @@ impl<B: DraftOps + ExchangeOps> AdamW<B> {
 
     /// The parameter that stays as it is.
     pub fn frozen(&self) -> Option<&'static str> {
-        self.frozen
+        self.config.frozen
     }
 
     /// Updates taken so far.
@@ -214,7 +219,7 @@ impl<B: DraftOps + ExchangeOps> AdamW<B> {
         (rate, shards): (f64, &Shards<B>),
     ) -> Result<f64, GradientError> {
         check_order(draft, &gradients, shards)?;
-        let frozen = gradients.iter_mut().filter(|(name, _)| self.frozen == Some(name.as_str()));
+        let frozen = gradients.iter_mut().filter(|(name, _)| self.frozen() == Some(name.as_str()));
         frozen.for_each(|(_, gradient)| *gradient = None);
         B::on_device(&draft.device(), || self.checked_update(draft, gradients, (rate, shards)))
     }
@@ -239,7 +244,7 @@ impl<B: DraftOps + ExchangeOps> AdamW<B> {
             let Some(part) = parts.next() else { unreachable!("every parameter was updated") };
             shards.finish_whole(part).unwrap_or_else(|error| {
                 failed.get_or_insert(error);
-                Param::Vector(Tensor::empty([1], &device))
+                nothing(&device)
             })
         });
         if let Some(error) = failed {
@@ -260,7 +265,7 @@ impl<B: DraftOps + ExchangeOps> AdamW<B> {
         let mut masters = self.masters.take().map(Vec::into_iter);
         let mut kept = masters.is_some().then(Vec::new);
         let mut state = gradients.into_iter().zip(first.into_iter().zip(second)).enumerate();
-        let (mut sent, nothing) = (Vec::new(), Tensor::empty([1], &draft.device()));
+        let (mut sent, nothing) = (Vec::new(), nothing(&draft.device()));
         draft.replace_each(|name, param| {
             let Some((at, ((_, gradient), ((_, first), (_, second))))) = state.next() else {
                 unreachable!("check_order compared the parameters one by one");
@@ -283,7 +288,7 @@ impl<B: DraftOps + ExchangeOps> AdamW<B> {
                 true => shards.start_whole(at, done.param, &shape),
                 false => InFlight::Waiting(done.param),
             });
-            Param::Vector(nothing.clone())
+            nothing.clone()
         });
         self.masters = kept;
         sent
@@ -336,7 +341,7 @@ impl<B: DraftOps + ExchangeOps> AdamW<B> {
         };
         let follow = |((name, old), (_, new)): ((String, Param<B>), (String, Param<B>))| {
             // An average of the same value would move by roundings.
-            let average = match self.frozen == Some(name.as_str()) {
+            let average = match self.frozen() == Some(name.as_str()) {
                 true => old,
                 false => scaled(old, share).plus(scaled(new, 1.0 - share)),
             };
@@ -345,6 +350,11 @@ impl<B: DraftOps + ExchangeOps> AdamW<B> {
         let values = values.into_iter().zip(present).map(follow).collect();
         self.average = Some(Average { decay, values });
     }
+}
+
+/// Stands where a parameter or moment is not.
+pub fn nothing<B: Backend>(device: &B::Device) -> Param<B> {
+    Param::Vector(Tensor::empty([1], device))
 }
 
 /// This process's parts of whole parameters.

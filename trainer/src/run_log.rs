@@ -14,6 +14,9 @@ use thiserror::Error;
 /// Time between log lines where there is no terminal.
 const LOG_EVERY: Duration = Duration::from_secs(10);
 
+/// Names of what an evaluation gives start so.
+const EVALUATION: &str = "eval/";
+
 /// Values of one optimizer step, by name.
 pub type Record = Map<String, Value>;
 
@@ -47,19 +50,19 @@ pub enum RunLogError {
 }
 
 impl RunLog {
-    /// Opens the log of a run that continues after `step`: records of later steps, which will be
-    /// made again, are removed.
-    pub fn open(path: &Path, step: u64, total_steps: u64) -> Result<Self, RunLogError> {
+    /// Opens the log of a run that continues after `step`, whose evaluation may be part of what it
+    /// continues from (`evaluated`): records that will be made again are removed.
+    pub fn open(
+        path: &Path,
+        (step, evaluated): (u64, bool),
+        total_steps: u64,
+    ) -> Result<Self, RunLogError> {
         let io = |source| RunLogError::Io { path: path.to_owned(), source };
         if path.exists() {
-            let text = std::fs::read_to_string(path).map_err(io)?;
-            let mut kept = String::new();
-            for line in text.lines().filter(|line| step_of(line).is_some_and(|s| s <= step)) {
-                kept.push_str(line);
-                kept.push('\n');
-            }
-            if kept != text {
-                durable::write_file(path, kept.as_bytes())?;
+            let bytes = std::fs::read(path).map_err(io)?;
+            let kept = kept(&bytes, (step, evaluated), path);
+            if kept != bytes {
+                durable::write_file(path, &kept)?;
             }
         }
         let file = OpenOptions::new().create(true).append(true).open(path).map_err(io)?;
@@ -118,8 +121,28 @@ fn style() -> ProgressStyle {
     ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar())
 }
 
-fn step_of(line: &str) -> Option<u64> {
-    serde_json::from_str::<Value>(line).ok()?.get("step")?.as_u64()
+/// The lines of a log that stay. The last one may be torn; others that are no records are damaged.
+fn kept(bytes: &[u8], (step, evaluated): (u64, bool), path: &Path) -> Vec<u8> {
+    let (mut kept, mut damaged) = (Vec::new(), 0);
+    for line in bytes.split_inclusive(|&byte| byte == b'\n') {
+        let record: Option<Record> = serde_json::from_slice(line).ok();
+        let whole = line.ends_with(b"\n");
+        match record.and_then(|record| Some((record.get("step")?.as_u64()?, record))) {
+            Some((at, record)) => {
+                let evaluation = record.keys().any(|name| name.starts_with(EVALUATION));
+                if at < step || at == step && (evaluated || !evaluation) {
+                    kept.extend_from_slice(line.trim_ascii_end());
+                    kept.push(b'\n');
+                }
+            }
+            None => damaged += usize::from(whole),
+        }
+    }
+    if damaged > 0 {
+        let path = path.display();
+        tracing::warn!("{damaged} lines of {path} are damaged, and were left out");
+    }
+    kept
 }
 
 /// `name_0`, `name_1`, ... for the values of each depth.
@@ -138,7 +161,7 @@ mod tests {
     fn records_after_the_resumed_step_are_removed_and_a_torn_line_too() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("metrics.jsonl");
-        let mut log = RunLog::open(&path, 0, 9).unwrap();
+        let mut log = RunLog::open(&path, (0, false), 9).unwrap();
         for step in 1..=4 {
             let mut record = Record::new();
             put_depths(&mut record, "train/acc", &[0.5, 0.25]);
@@ -146,10 +169,35 @@ mod tests {
         }
         std::fs::write(&path, std::fs::read_to_string(&path).unwrap() + "{\"step\": 2, \"tr")
             .unwrap();
-        RunLog::open(&path, 2, 9).unwrap();
+        RunLog::open(&path, (2, false), 9).unwrap();
         let lines = std::fs::read_to_string(&path).unwrap();
         let expected = "{\"step\":1,\"train/acc_0\":0.5,\"train/acc_1\":0.25}\n\
                         {\"step\":2,\"train/acc_0\":0.5,\"train/acc_1\":0.25}\n";
         assert_eq!(lines, expected);
+    }
+
+    /// A process that made up for an evaluation and was killed before its next checkpoint leaves a
+    /// record of what the next process will measure again.
+    #[test]
+    fn an_evaluation_that_is_made_again_has_one_record() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics.jsonl");
+        let lines = "{\"step\":1,\"eval/loss_0\":2.0}\n{\"step\":2,\"lr\":0.5}\n\
+                     {\"step\":2,\"eval/loss_0\":1.0}\n";
+        std::fs::write(&path, lines).unwrap();
+        let read = || std::fs::read_to_string(&path).unwrap();
+        RunLog::open(&path, (2, true), 9).unwrap();
+        assert_eq!(read(), lines);
+        RunLog::open(&path, (2, false), 9).unwrap();
+        assert_eq!(read().lines().collect::<Vec<_>>(), lines.lines().take(2).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn a_damaged_byte_costs_its_line_only() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics.jsonl");
+        std::fs::write(&path, b"{\"step\":1}\n{\"st\xffep\":2}\n{\"step\":3}\n").unwrap();
+        RunLog::open(&path, (3, false), 9).unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), b"{\"step\":1}\n{\"step\":3}\n");
     }
 }

@@ -27,7 +27,7 @@ pub struct Schedule {
     pub total_steps: u64,
     /// Shape after warm-up.
     pub decay: Decay,
-    /// Learning rate at the end as a fraction of the peak.
+    /// [`Decay::Cosine`] and [`Decay::Linear`]: learning rate at the end as a fraction of the peak.
     pub floor: f64,
     /// [`Decay::Step`]: shares of all steps at which the rate falls, and the factor by which.
     pub milestones: (Vec<f64>, f64),
@@ -42,9 +42,10 @@ impl Schedule {
         }
         let span = self.total_steps.saturating_sub(self.warmup_steps).max(1) as f64;
         let done = ((step - self.warmup_steps) as f64 / span).min(1.0);
+        let to_floor = |share: f64| self.floor + (1.0 - self.floor) * share;
         let share = match self.decay {
-            Decay::Cosine => 0.5 * (1.0 + (std::f64::consts::PI * done).cos()),
-            Decay::Linear => 1.0 - done,
+            Decay::Cosine => to_floor(0.5 * (1.0 + (std::f64::consts::PI * done).cos())),
+            Decay::Linear => to_floor(1.0 - done),
             Decay::Constant => 1.0,
             Decay::Step => {
                 let (milestones, factor) = &self.milestones;
@@ -53,7 +54,7 @@ impl Schedule {
                 factor.powi(passed as i32)
             }
         };
-        self.peak * (self.floor + (1.0 - self.floor) * share)
+        self.peak * share
     }
 }
 
@@ -90,8 +91,7 @@ mod tests {
 
     #[test]
     fn falls_at_each_milestone_and_not_before() {
-        let schedule = Schedule { floor: 0.0, ..schedule(Decay::Step) };
-        let rates = [6, 7, 10, 11, 13].map(|step| schedule.rate(step));
+        let rates = [6, 7, 10, 11, 13].map(|step| schedule(Decay::Step).rate(step));
         assert_eq!(rates, [2.0, 0.5, 0.5, 0.125, 0.125]);
     }
 

@@ -48,8 +48,7 @@ impl TrainedDraft {
                 weights: Weights::Export(Box::new(export)),
             });
         }
-        let path = RunDir::resolve(path)?;
-        let checkpoint = Checkpoint::load(&path, Parts::Inference)?;
+        let (path, checkpoint) = RunDir::open(path, Parts::Inference)?;
         let state = &checkpoint.state;
         Ok(Self {
             vocab: checkpoint.vocab.clone(),

@@ -65,12 +65,11 @@ impl VocabMap {
         if draft_vocab_size == 0 || draft_vocab_size > target {
             return Err(VocabError::Size { draft: draft_vocab_size, target });
         }
+        check_forced(forced, target)?;
         let mut chosen = vec![false; target];
         let mut left = draft_vocab_size;
         for &id in forced {
-            let slot =
-                chosen.get_mut(id as usize).ok_or(VocabError::ForcedOutside { id, target })?;
-            if !std::mem::replace(slot, true) {
+            if !std::mem::replace(&mut chosen[id as usize], true) {
                 left = left.checked_sub(1).ok_or(VocabError::TooManyForced {
                     forced: forced.len(),
                     draft: draft_vocab_size,
@@ -95,6 +94,16 @@ impl VocabMap {
             if counts.total() == 0 { 1.0 } else { inside as f64 / counts.total() as f64 };
         let digest = bind(&used, target, &counts.digest(), fingerprint);
         Ok(Self { vocabulary: DraftVocabulary::from_targets(used, target)?, coverage, digest })
+    }
+
+    /// The identity, every target id being a draft id, where the target has all of `forced`.
+    pub fn full_with(
+        target_vocab_size: usize,
+        forced: &[u32],
+        fingerprint: &str,
+    ) -> Result<Self, VocabError> {
+        check_forced(forced, target_vocab_size)?;
+        Ok(Self::full(target_vocab_size, fingerprint))
     }
 
     /// The identity: every target id is a draft id.
@@ -159,6 +168,14 @@ impl VocabMap {
     /// BLAKE3 over the mapping, the counts and the data set's fingerprint, in hex.
     pub fn digest(&self) -> &str {
         &self.digest
+    }
+}
+
+/// An id outside the target's vocabulary is somebody's mistake, whatever else is chosen.
+fn check_forced(forced: &[u32], target: usize) -> Result<(), VocabError> {
+    match forced.iter().find(|&&id| id as usize >= target) {
+        None => Ok(()),
+        Some(&id) => Err(VocabError::ForcedOutside { id, target }),
     }
 }
 

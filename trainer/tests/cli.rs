@@ -98,6 +98,7 @@ fn errors_have_their_exit_codes_and_say_what_to_do() {
         (vec!["fit", "--run-dir", "r"], 78, "data.dataset"),
         (vec!["fit", "--clip", "often"], 78, "train.clip"),
         (vec!["fit", "--resume", text(&missing)], 65, "no complete checkpoint"),
+        (vec!["fit", "--resume", text(&missing), "--allow-older"], 65, "no complete checkpoint"),
         (vec!["fit", "--run-dir", "r", "--dataset", ""], 78, "--dataset"),
         (vec!["export", text(&missing), "out"], 65, "does not exist: a run directory"),
         (vec!["export", text(dir.path()), "out"], 65, "BLAKE3SUMS"),
@@ -112,7 +113,7 @@ fn errors_have_their_exit_codes_and_say_what_to_do() {
         (vec!["evaluate", "r", "--dataset", "d", "--chain", "3", "--ttt-steps", "2"], 2, "--chain"),
         (vec!["evaluate", "r", "--live", "--chain", "3"], 2, "cannot be used with"),
         (vec!["evaluate", "r", "--live", "--all"], 2, "cannot be used with"),
-        (vec!["evaluate", "r", "--live", "--max-new-tokens", "0"], 2, "at least 1"),
+        (vec!["evaluate", "r", "--live", "--max-new-tokens", "1"], 2, "at least 2"),
         (vec!["evaluate", "r", "--live", "--max-new-tokens", "18446744073709551615"], 2, "at most"),
         (vec!["evaluate", "r", "--live", "--limit", "0"], 2, "at least 1"),
     ] {
@@ -122,6 +123,7 @@ fn errors_have_their_exit_codes_and_say_what_to_do() {
         assert!(errors.contains(words), "{args:?}: {errors}");
         assert!(output.stdout.is_empty());
     }
+    assert!(!missing.exists(), "nothing is made of a misspelt run");
     let bad = dir.path().join("bad.toml");
     std::fs::write(&bad, "[train]\nlearning_rate = 1\n").unwrap();
     let output = trainer(&["config", "--config", text(&bad)]);

@@ -5,16 +5,19 @@ mod support;
 
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::FloatDType;
-use trainer::checkpoint::{Checkpoint, Parts, RunDir};
-use trainer::config::FitConfig;
+use extractor::shutdown::Shutdown;
+use trainer::checkpoint::{Checkpoint, Computed, Parts, RunDir};
+use trainer::config::{Compute, FitConfig};
 use trainer::dataset::ManifestDataset;
 use trainer::fit::{self, FitError, FitReport, Start};
 use trainer::vocab::VocabMap;
+use trainer::watch::Watch;
 use trainer::world::World;
 
 fn run(config: &FitConfig, start: Start) -> Result<FitReport, FitError> {
     let place = (&Default::default(), FloatDType::F32);
-    fit::run::<Autodiff<Flex>>(config, (start, &World::alone()), place)
+    let guards = (&Shutdown::default(), &Watch::default());
+    fit::run::<Autodiff<Flex>>(config, (start, &World::alone()), place, guards)
 }
 
 /// A run of `steps` steps on a data set of 20 samples, `data` and `run` in its folder.
@@ -136,4 +139,101 @@ fn tokens_are_counted_without_a_look_at_the_states_beside_them() {
     assert!((0..20).all(|at| quick.read_tokens(at).is_ok()), "the byte is of a state");
     let error = dataset.reader().read(0).unwrap_err();
     assert!(error.to_string().contains("digest"), "{error}");
+}
+
+#[test]
+fn a_run_goes_on_in_the_type_it_was_computed_in() {
+    let (dir, mut config) = begun(1);
+    let checkpoint = RunDir::new(&config.checkpoint.run_dir).latest().unwrap();
+    let mut kept = Checkpoint::load(&checkpoint, Parts::Everything).unwrap();
+    let computed = |device: &str, dtype: &str| {
+        Some(Computed { device: device.to_owned(), dtype: dtype.to_owned() })
+    };
+    assert_eq!(kept.state.computed, computed("cpu", "f32"));
+    // Said otherwise, it is the same type.
+    config.train.compute = Compute::F32;
+    let mut resume = |device: &str, dtype: &str| {
+        config.checkpoint.run_dir = dir.path().join(format!("{dtype} on {device}"));
+        kept.state.computed = computed(device, dtype);
+        kept.save(&RunDir::new(&config.checkpoint.run_dir)).unwrap();
+        run(&config, Start::Resume)
+    };
+    resume("cuda", "f32").unwrap();
+    let error = resume("cuda", "bf16").unwrap_err();
+    assert!(matches!(error, FitError::OtherType { .. }), "{error}");
+    assert_eq!(error.exit_code(), 78);
+    let words = error.to_string();
+    assert!(words.contains("bf16 on cuda") && words.contains("f32 on cpu"), "{words}");
+    assert!(words.contains("--device cuda"), "{words}");
+}
+
+/// Killed after it made up for an evaluation and before its next checkpoint.
+#[test]
+fn an_evaluation_that_is_made_up_for_twice_is_recorded_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("data");
+    support::dataset(&data, 20);
+    let mut config = support::config(&data, &dir.path().join("straight"));
+    config.train.max_steps = 4;
+    (config.checkpoint.eval_every, config.checkpoint.checkpoint_every) = (2, 1);
+    config.checkpoint.keep_last = 9;
+    run(&config, Start::Fresh).unwrap();
+    let straight = RunDir::new(&config.checkpoint.run_dir);
+    let mut kept = Checkpoint::load(&straight.checkpoint(2), Parts::Everything).unwrap();
+    (kept.state.acceptance_length, kept.state.best) = (None, None);
+    config.checkpoint.run_dir = dir.path().join("killed");
+    let killed = RunDir::new(&config.checkpoint.run_dir);
+    kept.save(&killed).unwrap();
+    std::fs::copy(straight.metrics(), killed.metrics()).unwrap();
+    run(&config, Start::Resume).unwrap();
+    let lines = std::fs::read_to_string(killed.metrics()).unwrap();
+    let evaluations = lines.lines().filter(|line| line.contains("eval/acceptance_length"));
+    assert_eq!(evaluations.count(), 2, "{lines}");
+}
+
+#[test]
+fn a_log_that_belongs_to_no_checkpoint_is_kept() {
+    let dir = tempfile::tempdir().unwrap();
+    let (data, out) = (dir.path().join("data"), dir.path().join("run"));
+    support::dataset(&data, 20);
+    let mut config = support::config(&data, &out);
+    config.train.max_steps = 1;
+    std::fs::create_dir(&out).unwrap();
+    let foreign = "{\"step\": 7, \"loss\": 1.5}\n";
+    std::fs::write(out.join("metrics.jsonl"), foreign).unwrap();
+    run(&config, Start::Fresh).unwrap();
+    let read = |name: &str| std::fs::read_to_string(out.join(name)).unwrap();
+    assert_eq!(read("metrics-1.jsonl"), foreign);
+    let first = read("metrics.jsonl");
+    assert!(first.starts_with("{\"step\":1,"), "{first}");
+    // As a run leaves it that was killed before its first checkpoint.
+    std::fs::remove_dir_all(out.join("checkpoints")).unwrap();
+    run(&config, Start::Fresh).unwrap();
+    assert_eq!((read("metrics-1.jsonl"), read("metrics-2.jsonl")), (foreign.to_owned(), first));
+}
+
+#[test]
+fn nothing_is_made_of_a_run_that_is_not_there() {
+    let (dir, mut config) = begun(1);
+    config.checkpoint.run_dir = dir.path().join("misspelt");
+    assert!(matches!(run(&config, Start::Resume), Err(FitError::Checkpoint(_))));
+    assert!(!config.checkpoint.run_dir.exists());
+}
+
+#[test]
+fn what_is_frozen_has_no_moments_and_goes_on_without() {
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("data");
+    support::dataset(&data, 20);
+    let mut config = support::config(&data, &dir.path().join("run"));
+    (config.draft.freeze_lm_head, config.train.max_steps) = (true, 2);
+    config.checkpoint.checkpoint_every = 1;
+    let report = run(&config, Start::Fresh).unwrap();
+    let load = |path: &std::path::Path| Checkpoint::load(path, Parts::Everything).unwrap();
+    let straight = load(&report.checkpoint);
+    let moments = straight.optimizer.clone().unwrap();
+    assert!(moments.tensors.contains_key("first.fc.weight"));
+    assert!(!moments.tensors.keys().any(|name| name.contains("lm_head")));
+    std::fs::remove_dir_all(&report.checkpoint).unwrap();
+    assert_eq!(load(&run(&config, Start::Resume).unwrap().checkpoint), straight);
 }

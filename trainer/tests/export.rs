@@ -8,16 +8,18 @@ use std::path::{Path, PathBuf};
 
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::FloatDType;
+use extractor::shutdown::Shutdown;
 use safetensors::Dtype;
 use serde_json::{Value, json};
 use trainer::checkpoint::{Checkpoint, Parts};
 use trainer::config::{Layout, RopeScaling};
 use trainer::export::{
-    Engine, ExportDtype, ExportError, ExportLayout, ExportOptions, ExportedDraft, Server, export,
-    golden_logits,
+    Embeddings, Engine, ExportDtype, ExportError, ExportLayout, ExportOptions, ExportedDraft,
+    Server, export, golden_logits,
 };
 use trainer::fit::{self, Start};
 use trainer::tensors::{HostTensor, TensorFile};
+use trainer::watch::Watch;
 
 fn checkpoint(dir: &Path, change: impl FnOnce(&mut trainer::config::FitConfig)) -> Checkpoint {
     let data = dir.join("data");
@@ -26,8 +28,9 @@ fn checkpoint(dir: &Path, change: impl FnOnce(&mut trainer::config::FitConfig)) 
     config.train.max_steps = 2;
     change(&mut config);
     let start = (Start::Fresh, &trainer::world::World::alone());
-    let report =
-        fit::run::<Autodiff<Flex>>(&config, start, (&Default::default(), FloatDType::F32)).unwrap();
+    let (cpu, guards) = (Default::default(), (&Shutdown::default(), &Watch::default()));
+    let place = (&cpu, FloatDType::F32);
+    let report = fit::run::<Autodiff<Flex>>(&config, start, place, guards).unwrap();
     Checkpoint::load(&report.checkpoint, Parts::Inference).unwrap()
 }
 
@@ -182,7 +185,8 @@ fn a_float32_export_gives_the_checkpoints_logits_exactly() {
     let dir = tempfile::tempdir().unwrap();
     let checkpoint = checkpoint(dir.path(), |_| {});
     let out = dir.path().join("out");
-    let embeddings = Some(support::embeddings());
+    let values = HostTensor::bf16(&support::embeddings(), &[48, 16]).to_f32().unwrap();
+    let embeddings = Some(Embeddings { values, from: "data".into() });
     let options =
         ExportOptions { dtype: ExportDtype::F32, embeddings, ..options(ExportLayout::Llama) };
     export(&checkpoint, &out, &options).unwrap();

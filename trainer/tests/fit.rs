@@ -7,18 +7,21 @@ use std::path::Path;
 
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::FloatDType;
+use extractor::shutdown::Shutdown;
 use trainer::checkpoint::{Best, Checkpoint, Parts, RunDir};
 use trainer::config::{FitConfig, Layout, Loss, NoiseKind};
 use trainer::dataset::ManifestDataset;
 use trainer::fit::{self, FitError, FitReport, Session, Start, TrainState};
 use trainer::schedule::Decay;
+use trainer::watch::Watch;
 use trainer::world::World;
 
 type Backend = Autodiff<Flex>;
 const F32: FloatDType = FloatDType::F32;
 
 fn run(config: &FitConfig, start: Start) -> Result<FitReport, FitError> {
-    fit::run::<Backend>(config, (start, &World::alone()), (&Default::default(), F32))
+    let guards = (&Shutdown::default(), &Watch::default());
+    fit::run::<Backend>(config, (start, &World::alone()), (&Default::default(), F32), guards)
 }
 
 fn bytes(dir: &Path, name: &str) -> Vec<u8> {

@@ -28,7 +28,8 @@ fn nobody_is_lost(error: &WorldError) {
 }
 
 fn run(config: &FitConfig, start: Start, world: &World) -> Result<FitReport, FitError> {
-    fit::run::<Backend>(config, (start, world), (&Default::default(), FloatDType::F32))
+    let guards = (&Shutdown::default(), &Watch::default());
+    fit::run::<Backend>(config, (start, world), (&Default::default(), FloatDType::F32), guards)
 }
 
 /// Does `work` in `size` processes that have met; what they give, by rank.
@@ -132,6 +133,27 @@ fn any_number_of_processes_trains_the_same_draft() {
     }
 }
 
+/// A step counts as one without rows where no process has any, and only there.
+#[test]
+fn steps_without_rows_are_those_of_all_processes() {
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("data");
+    support::dataset_without_rows(&data, 24, false);
+    let result = |size: usize| {
+        let mut config = settings(&data, &dir.path().join(format!("of-{size}")));
+        (config.data.max_tokens, config.data.held_out) = (1, 0.0);
+        (config.train.accumulate, config.train.epochs, config.train.weight_decay) = (2, 1.0, 0.1);
+        let report = train(&config, Start::Fresh, size).remove(0);
+        let updates = Checkpoint::load_state(&report.checkpoint).unwrap().updates;
+        (report.steps, updates, curve(&config.checkpoint.run_dir, "train/rows"), report.checkpoint)
+    };
+    let [alone, two] = [1, 2].map(result);
+    assert_eq!((alone.0, alone.1, &alone.2), (two.0, two.1, &two.2));
+    let empty = alone.2.iter().filter(|&&rows| rows == 0.0).count() as u64;
+    assert!(empty > 0 && alone.1 == Some(12 - empty), "{alone:?}");
+    near("state", &values(&two.3), &values(&alone.3), 2e-2);
+}
+
 #[test]
 fn sums_and_copies_are_those_of_all_processes() {
     let lists = together(3, |world| {
@@ -175,7 +197,7 @@ fn a_signal_to_one_process_stops_all_after_the_same_step() {
         }
         let (start, cpu) = ((Start::Fresh, world), Default::default());
         let guards = (&stop, &Watch::default());
-        fit::run_until::<Backend>(&config, start, (&cpu, FloatDType::F32), guards).unwrap()
+        fit::run::<Backend>(&config, start, (&cpu, FloatDType::F32), guards).unwrap()
     });
     for (rank, report) in reports.iter().enumerate() {
         assert_eq!((report.stopped, report.steps), (true, 0), "rank {rank}");
@@ -219,8 +241,7 @@ fn an_evaluation_that_a_stop_cuts_off_is_made_up_for() {
     assert!(matches!(cut, Err(FitError::Evaluate(EvaluateError::Stopped))));
 
     let start = (Start::Resume, &alone);
-    let report =
-        fit::run_until::<Backend>(&config, start, place, (&stop, &Watch::default())).unwrap();
+    let report = fit::run::<Backend>(&config, start, place, (&stop, &Watch::default())).unwrap();
     assert_eq!((report.stopped, report.steps, report.acceptance_length), (true, 2, None));
     let report = run(&config, Start::Resume, &alone).unwrap();
     assert_eq!(curve(&config.checkpoint.run_dir, "eval/acceptance_length"), expected);

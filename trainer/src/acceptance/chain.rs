@@ -40,6 +40,7 @@ impl ChainCounts {
 /// `lengths`. The first token of an answer comes from the prompt's forward; from then on a round
 /// drafts as many tokens as the length and the answer's end allow, keeps those that are the text's,
 /// and adds the text's next one. `what.options.steps` is not read: the longest length is unrolled.
+/// Answers without a round are an error.
 pub fn chain_acceptance<B: DraftOps>(
     draft: &Eagle3Draft<B>,
     frozen: &FrozenTarget<B>,
@@ -75,7 +76,10 @@ pub fn chain_acceptance<B: DraftOps>(
             counts.answer_tokens += answer.len() as u64;
         }
     }
-    Ok(counts)
+    match counts.by_length.iter().any(|counts| counts.rounds > 0) {
+        true => Ok(counts),
+        false => Err(EvaluateError::NoRows { samples: what.indices.len() }),
+    }
 }
 
 /// For each step and row whether the drafted token is the text's; false where nothing is drafted.

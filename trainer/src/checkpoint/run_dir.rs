@@ -12,9 +12,6 @@ use super::{Best, Checkpoint, CheckpointError, Parts, SUMS};
 
 const PREFIX: &str = "step-";
 
-const DAMAGED: &str =
-    "a checkpoint has one from the start; --allow-older goes on from an older one";
-
 /// `RUN/`: `metrics.jsonl`, `checkpoints/step-NNNNNNNN/`, `LOCK`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RunDir {
@@ -128,7 +125,10 @@ impl RunDir {
         let newest = self.checkpoint(step);
         match newest.join(SUMS).is_file() {
             true => Ok(newest),
-            false => Err(CheckpointError::Missing { path: newest.join(SUMS), why: DAMAGED }),
+            false => Err(CheckpointError::Missing {
+                path: newest.join(SUMS),
+                why: "a checkpoint has one from the start",
+            }),
         }
     }
 
@@ -136,6 +136,10 @@ impl RunDir {
     /// `damaged-step-NNNNNNNN-2`) until the newest is sound, and says so. Every file of the newest
     /// is read.
     pub fn set_damaged_aside(&self) -> Result<(), CheckpointError> {
+        // Of a misspelt directory nothing is made.
+        if self.all_steps()?.is_empty() {
+            return Err(CheckpointError::None { path: self.root.clone() });
+        }
         let _lock = self.claim()?;
         let rename = |step: u64, error: &CheckpointError| {
             let aside = self.aside(step);
@@ -194,15 +198,46 @@ impl RunDir {
         kept
     }
 
-    /// The checkpoint that `path` names: itself, or the best one of a run directory.
-    pub fn resolve(path: &Path) -> Result<PathBuf, CheckpointError> {
+    /// The checkpoint that `path` names and where it is: itself, or the best one of a run
+    /// directory. Where that is damaged, the error names a sound one.
+    pub fn open(path: &Path, parts: Parts) -> Result<(PathBuf, Checkpoint), CheckpointError> {
         if !path.exists() {
             return Err(CheckpointError::NotThere(path.to_owned()));
         }
-        match path.join("checkpoints").is_dir() {
-            true => Self::new(path).best(),
-            false => Ok(path.to_owned()),
+        let read = |path: PathBuf| Checkpoint::load(&path, parts).map(|read| (path, read));
+        if !path.join("checkpoints").is_dir() {
+            return read(path.to_owned());
         }
+        let run = Self::new(path);
+        run.best().and_then(read).map_err(|cause| match cause.is_damage() {
+            true => run.damaged_best(cause, parts),
+            false => cause,
+        })
+    }
+
+    fn damaged_best(&self, cause: CheckpointError, parts: Parts) -> CheckpointError {
+        let steps = self.all_steps().unwrap_or_default();
+        let mut newest_first = steps.iter().rev().map(|&step| self.checkpoint(step));
+        let sound = newest_first.find(|path| Checkpoint::load(path, parts).is_ok());
+        CheckpointError::Best { run: self.root.clone(), sound, cause: Box::new(cause) }
+    }
+
+    /// Renames a `metrics.jsonl` that belongs to no checkpoint to the first free one of
+    /// `metrics-1.jsonl`, `metrics-2.jsonl` and on, and says so.
+    pub fn set_metrics_aside(&self) -> Result<(), CheckpointError> {
+        let path = self.metrics();
+        let io = |source| CheckpointError::Io { path: path.clone(), source };
+        match std::fs::metadata(&path) {
+            Ok(found) if found.len() > 0 => {}
+            Ok(_) => return Ok(()),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+            Err(error) => return Err(io(error)),
+        }
+        let mut names = (1..).map(|count| self.root.join(format!("metrics-{count}.jsonl")));
+        let Some(aside) = names.find(|name| !name.exists()) else { return Ok(()) };
+        tracing::warn!("{} is of no checkpoint here: kept as {}", path.display(), aside.display());
+        let renamed = RealFiles.publish(&path, &aside);
+        renamed.and_then(|()| RealFiles.sync_dir(&self.root)).map_err(io)
     }
 
     /// Removes all but the `keep` newest checkpoints, the best one, and those that a kept one names

@@ -24,7 +24,7 @@ use super::device::{DeviceArgs, Place, parse_compute, parse_transport};
 type B = Autodiff<Flex>;
 
 /// Time training steps on synthetic data. In torchrun's environment each process takes a batch a
-/// step, and the first one prints.
+/// step (on the CPU each for itself), and the first one prints.
 #[derive(clap::Args)]
 pub(crate) struct BenchArgs {
     /// Width of the residual stream.
@@ -158,7 +158,8 @@ pub(crate) fn run(args: &BenchArgs, out: &mut dyn Write) -> anyhow::Result<bool>
     args.config().validate()?;
     let (place, dtype, world) = args.device.open_in_world(args.compute, "bench")?;
     let passed = match place {
-        Place::Cpu => run_cpu(args, out),
+        Place::Cpu if world.is_first() => run_cpu(args, out),
+        Place::Cpu => run_cpu(args, &mut std::io::sink()),
         Place::Cuda(device) => super::bench_cuda::run(args, (&device, dtype, &world), out),
     };
     world.finish();

@@ -28,7 +28,7 @@ use super::bench::BenchArgs;
 type B = Autodiff<Cuda>;
 
 const ADAMW: AdamWConfig =
-    AdamWConfig { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.0, clip: 0.5 };
+    AdamWConfig { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.0, clip: 0.5, frozen: None };
 /// Side of the square product that shows what the GPU can do.
 const SQUARE: usize = 8192;
 
@@ -278,7 +278,8 @@ pub(super) fn run(
     )?;
     let gb = |bytes: u64| bytes as f64 / 1e9;
     let value_bytes = DType::from(place.1).size() as u64;
-    let keeping = Keeping { value_bytes, average: false, processes: world.size() };
+    let keeping =
+        Keeping { value_bytes, average: false, processes: world.size(), frozen: ADAMW.frozen };
     let plan = MemoryPlan::new(&args.config(), [args.tokens, args.steps], keeping);
     let total = gb(plan.total(args.options().activations));
     writeln!(out, "memory plan      {total:10.2} GB: {plan}")?;

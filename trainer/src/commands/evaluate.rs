@@ -256,12 +256,13 @@ fn chains<B: DraftOps>(
             100.0 * greedy_share
         );
     }
-    let chains = args.chain.iter().zip(counted.by_length).map(|(&drafted, counts)| ChainReport {
-        drafted,
-        acceptance_length: counts.acceptance_length(),
-        acceptance_rate: counts.acceptance_rate(),
-        counts,
-    });
+    // Where one length has rounds, all have.
+    let report = |(&drafted, counts): (&usize, LiveCounts)| {
+        let (acceptance_length, acceptance_rate) =
+            (counts.acceptance_length()?, counts.acceptance_rate());
+        Some(ChainReport { drafted, acceptance_length, acceptance_rate, counts })
+    };
+    let chains = args.chain.iter().zip(counted.by_length).filter_map(report);
     let samples = recorded.indices.len();
     let report = ChainsReport { samples, greedy_share, chains: chains.collect() };
     if args.json {
@@ -293,6 +294,10 @@ fn print(evaluation: &Evaluation, out: &mut dyn Write) -> std::io::Result<()> {
     let all = &evaluation.all;
     writeln!(out, "depth      rows    acc  full_acc  conditional  alpha  length incl. bonus")?;
     for depth in 0..all.rows.len() {
+        if all.rows[depth] == 0 {
+            writeln!(out, "{depth:>5}  no rows")?;
+            continue;
+        }
         writeln!(
             out,
             "{depth:>5}  {:>8}  {:.3}     {:.3}        {:.3}  {:.3}  {:.3}",

@@ -4,10 +4,10 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use anyhow::Context;
-use trainer::checkpoint::{Checkpoint, Parts, RunDir};
+use trainer::checkpoint::{Parts, RunDir};
 use trainer::draft::AttentionConfig;
 use trainer::export::{
-    self, Engine, ExportDtype, ExportLayout, ExportOptions, ExportReport, Server,
+    self, Embeddings, Engine, ExportDtype, ExportLayout, ExportOptions, ExportReport, Server,
 };
 use trainer::target::TargetHead;
 
@@ -30,7 +30,8 @@ pub(crate) struct ExportArgs {
     /// vllm, or sglang-old. Only these engines' launch lines are printed.
     #[arg(long, value_enum, default_value = "current")]
     engine: EngineName,
-    /// Write the target's embeddings too, read from --dataset. Engines share the target's anyway.
+    /// Write the target's embeddings too, read from --dataset and compared with those that the
+    /// draft was trained with. Engines share the target's anyway.
     #[arg(long, requires = "dataset")]
     with_embeddings: bool,
     /// Data set whose target/ holds the embeddings.
@@ -70,12 +71,12 @@ enum EngineName {
 
 /// Exports and prints what was written and how to serve it.
 pub(crate) fn run(args: &ExportArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
-    let path = RunDir::resolve(&args.checkpoint)?;
-    let checkpoint = Checkpoint::load(&path, Parts::Inference)?;
+    let (path, checkpoint) = RunDir::open(&args.checkpoint, Parts::Inference)?;
     let embeddings = match &args.dataset {
-        Some(dataset) if args.with_embeddings => {
-            Some(TargetHead::load(&dataset.join("target"))?.embed_tokens)
-        }
+        Some(dataset) if args.with_embeddings => Some(Embeddings {
+            values: TargetHead::load(&dataset.join("target"))?.embed_tokens,
+            from: dataset.clone(),
+        }),
         _ => None,
     };
     let mla = matches!(checkpoint.state.draft.attention, AttentionConfig::Mla { .. });

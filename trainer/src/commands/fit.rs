@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use anyhow::Context;
 use burn::backend::{Autodiff, Cuda, Flex};
 use extractor::shutdown::Shutdown;
-use trainer::checkpoint::RunDir;
-use trainer::fit::{self, FitReport, Start};
+use trainer::checkpoint::{Checkpoint, CheckpointError, RunDir};
+use trainer::fit::{self, FitError, FitReport, Start};
 use trainer::watch::{Standstill, Watch};
 use trainer::world::Place as Seat;
 
@@ -51,11 +51,13 @@ pub(crate) fn run(args: &FitArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
     let (start, guards) = ((start, &world), (&stop, &watch));
     let cpu = (&Default::default(), dtype);
     let report = match place {
-        Place::Cpu => fit::run_until::<Autodiff<Flex>>(&config, start, cpu, guards)?,
-        Place::Cuda(device) => {
-            fit::run_until::<Autodiff<Cuda>>(&config, start, (&device, dtype), guards)?
-        }
+        Place::Cpu => fit::run::<Autodiff<Flex>>(&config, start, cpu, guards),
+        Place::Cuda(device) => fit::run::<Autodiff<Cuda>>(&config, start, (&device, dtype), guards),
     };
+    let report = report.map_err(|error| match (error, &args.resume) {
+        (FitError::Checkpoint(error), Some(run)) => advised(error, run),
+        (error, _) => error.into(),
+    })?;
     world.finish();
     match (world.is_first(), args.json) {
         (true, true) => writeln!(out, "{}", serde_json::to_string(&report)?)?,
@@ -73,22 +75,46 @@ fn end(stands: &Standstill) {
     end_saying(stands.to_string(), stands.exit_code());
 }
 
-/// The checkpoint to continue from. Of several processes the first one sets damaged ones aside,
-/// before it meets the others; these only pass over them.
+/// The checkpoint to continue from.
 fn newest(run: &Path, allow_older: bool) -> anyhow::Result<PathBuf> {
-    let run = RunDir::new(run);
-    if Seat::from_env()?.is_some_and(|seat| seat.rank > 0) {
-        let found = if allow_older { run.newest_sound() } else { run.latest() };
-        return found.context(
-            "every process of a run reads its checkpoint: the run directory must be on a folder \
-             that all of them share",
-        );
+    let first = Seat::from_env()?.is_none_or(|seat| seat.rank == 0);
+    let found = sound(&RunDir::new(run), (allow_older, first)).map_err(|error| advised(error, run));
+    if first {
+        return found;
     }
-    if !allow_older {
-        return Ok(run.latest()?);
+    found.context(
+        "every process of a run reads its checkpoint: the run directory must be on a folder that \
+         all of them share",
+    )
+}
+
+/// The same, its settings compared with their digest. Of several processes the first one sets
+/// damaged ones aside, before it meets the others; these only pass over them.
+fn sound(run: &RunDir, (allow_older, first): (bool, bool)) -> Result<PathBuf, CheckpointError> {
+    if allow_older && first {
+        run.set_damaged_aside()?;
     }
-    run.set_damaged_aside()?;
-    Ok(run.latest()?)
+    let newest = match allow_older && !first {
+        true => run.newest_sound()?,
+        false => run.latest()?,
+    };
+    // Before a damaged file is taken for settings of the user.
+    Checkpoint::load_identity(&newest)?;
+    Ok(newest)
+}
+
+/// Adds what to do about a checkpoint that is damaged.
+fn advised(error: CheckpointError, run: &Path) -> anyhow::Error {
+    let damaged = error.is_damage();
+    let error = anyhow::Error::from(error);
+    match damaged {
+        true => error.context(format!(
+            "the newest checkpoint of {} is damaged; --allow-older sets it aside and continues \
+             from the newest sound one",
+            run.display()
+        )),
+        false => error,
+    }
 }
 
 fn print(report: &FitReport, out: &mut dyn Write) -> std::io::Result<()> {

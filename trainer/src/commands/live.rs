@@ -36,7 +36,7 @@ pub(crate) struct LiveArgs {
     #[arg(long, requires = "live", default_value_t = usize::MAX, hide_default_value = true,
         value_name = "N", value_parser = at_least_one)]
     limit: usize,
-    /// Most tokens of an answer (with --live).
+    /// Most tokens of an answer, at least 2 (with --live).
     #[arg(long, requires = "live", default_value_t = 128, value_name = "N",
         value_parser = answer_tokens)]
     max_new_tokens: usize,
@@ -58,8 +58,8 @@ struct LiveReport {
     prompts: usize,
     generated_tokens: usize,
     lossless: bool,
-    /// Bonus token included.
-    acceptance_length: f64,
+    /// Bonus token included; nothing where no round was needed.
+    acceptance_length: Option<f64>,
     acceptance_rate: Vec<f64>,
     #[serde(flatten)]
     counts: LiveCounts,
@@ -154,11 +154,11 @@ fn decode(
         require_equal(&prompt.name, &expected, &answer.tokens)?;
         counts.add(&answer.counts);
         tracing::debug!(
-            "{} of {}: {} tokens, acceptance length {:.3}",
+            "{} of {}: {} tokens in {} rounds",
             done + 1,
             prompts.len(),
             answer.tokens.len(),
-            answer.counts.acceptance_length()
+            answer.counts.rounds
         );
         let (prompt, tokens) = (prompt.name.clone(), answer.tokens);
         answers.push(Answer { prompt, tokens, text: String::new() });
@@ -184,10 +184,14 @@ fn embeddings(model: &Path, spec: &TargetSpec) -> anyhow::Result<Tensor<Flex, 2>
     Ok(Tensor::from_data(TensorData::new(rows, shape), &Default::default()))
 }
 
-/// Tokens of an answer: more than any model has positions would only overflow.
+/// Tokens of an answer. The first one comes from the prompt's forward and is never drafted; more
+/// than any model has positions would only overflow.
 fn answer_tokens(text: &str) -> Result<usize, String> {
-    let count = text.parse().ok().filter(|count| (1..=1 << 24).contains(count));
-    count.ok_or_else(|| "at least 1 and at most 16777216 tokens are expected".to_owned())
+    let count = text.parse().ok().filter(|count| (2..=1 << 24).contains(count));
+    count.ok_or_else(|| {
+        "at least 2 tokens (the first is never drafted) and at most 16777216 are expected"
+            .to_owned()
+    })
 }
 
 fn print(report: &LiveReport, draft_tokens: usize, out: &mut dyn Write) -> std::io::Result<()> {
@@ -196,12 +200,17 @@ fn print(report: &LiveReport, draft_tokens: usize, out: &mut dyn Write) -> std::
     }
     let LiveReport { prompts, generated_tokens: tokens, counts, .. } = report;
     writeln!(out, "prompts  {prompts}, {tokens} tokens generated, {} rounds", counts.rounds)?;
-    writeln!(
-        out,
-        "live acceptance length: {:.3} tokens a target forward, bonus token included \
-            ({draft_tokens} drafted a round)",
-        report.acceptance_length
-    )?;
+    match report.acceptance_length {
+        Some(length) => writeln!(
+            out,
+            "live acceptance length: {length:.3} tokens a target forward, bonus token included \
+                ({draft_tokens} drafted a round)"
+        )?,
+        None => writeln!(
+            out,
+            "live acceptance length: not measured, every answer ended with its first token"
+        )?,
+    }
     for (position, rate) in report.acceptance_rate.iter().enumerate() {
         writeln!(out, "  position {position} accepted in {:.1} % of the rounds", 100.0 * rate)?;
     }

@@ -83,7 +83,8 @@ pub const KEYS: &[Key] = &[
     key("train", "lr", Number, "highest learning rate"),
     key("train", "warmup_steps", Number, "optimizer steps of warm-up"),
     key("train", "schedule", Text, "cosine, linear, constant or step"),
-    key("train", "lr_floor", Number, "last learning rate as a fraction of the highest"),
+    key("train", "lr_floor", Number, "cosine, linear: last learning rate as a fraction of the \
+        highest"),
     key("train", "lr_milestones", List, "step: shares of the run after which the rate falls"),
     key("train", "lr_factor", Number, "step: the factor by which it falls"),
     key("train", "beta1", Number, "AdamW: decay of the first moment"),
@@ -103,7 +104,8 @@ pub const KEYS: &[Key] = &[
     key("train", "accumulate", Number, "batches of an optimizer step, over all processes"),
     key("train", "ema", Number, "decay of a moving average of the weights, which is evaluated and \
         exported then, at most (1 + n)/(10 + n) at step n; 0 keeps none"),
-    key("train", "compute", Text, "f32, bf16, or auto: f32 on the CPU and bf16 on CUDA"),
+    // What comes of it is in the checkpoint, and compared there.
+    free(key("train", "compute", Text, "f32, bf16, or auto: f32 on the CPU and bf16 on CUDA")),
     free(key("train", "activations", Text, "keep, recompute (gate and up of the MLP again in the \
         backward pass), or auto: by the memory of the device")),
     free(key("train", "exchange", Text, "between GPUs: copies (copy engines, within a host), nccl, \

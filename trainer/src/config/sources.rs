@@ -415,7 +415,10 @@ mod tests {
         config.data.dataset = "d".into();
         config.checkpoint.run_dir = "r".into();
         type Change = fn(&mut FitConfig);
-        let changes: [(&str, Change); 7] = [
+        let changes: [(&str, Change); 8] = [
+            ("train.lr_floor", |c| {
+                (c.train.schedule, c.train.lr_floor) = (crate::schedule::Decay::Step, 0.1);
+            }),
             ("data.prefetch", |c| c.data.prefetch = usize::MAX),
             ("train.adam_eps", |c| c.train.adam_eps = 1e-60),
             ("train.weight_decay", |c| c.train.weight_decay = f64::INFINITY),

@@ -90,12 +90,30 @@ pub enum ExportError {
         why: &'static str,
     },
     /// Embeddings of another size.
-    #[error("{found} embedding values given, the target has {expected:?}")]
+    #[error(
+        "{} has {found} embedding values, the draft's target {expected:?}: name a data set of that \
+            target", from.display()
+    )]
     Embeddings {
+        /// Data set that they come from.
+        from: PathBuf,
         /// Number of values.
         found: usize,
         /// Rows and width.
         expected: [usize; 2],
+    },
+    /// Embeddings of another target.
+    #[error(
+        "the embeddings of {} are not those of {}, with which the draft was trained: token {id} \
+            has other values; name a data set of the same target", from.display(), trained.display()
+    )]
+    OtherEmbeddings {
+        /// Data set that they come from.
+        from: PathBuf,
+        /// Data set of the training.
+        trained: PathBuf,
+        /// First token with another embedding.
+        id: i64,
     },
     /// A switch an engine does not know.
     #[error("{flag} is not served by {engine}")]

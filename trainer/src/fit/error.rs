@@ -6,7 +6,7 @@ use thiserror::Error;
 
 use crate::acceptance::EvaluateError;
 use crate::batch::BatchError;
-use crate::checkpoint::CheckpointError;
+use crate::checkpoint::{CheckpointError, Computed};
 use crate::config::ConfigError;
 use crate::dataset::{DatasetError, SampleSet};
 use crate::draft::{DraftConfigError, ParamShapeError};
@@ -137,6 +137,17 @@ pub enum FitError {
         /// Samples of the data set.
         current: SampleSet,
     },
+    /// A run continued in another type.
+    #[error(
+        "the run computed in {stored}, and would go on in {current}: give --device {} (or, on \
+            cuda, --compute {}), or start a new run_dir", stored.device, stored.dtype
+    )]
+    OtherType {
+        /// What the checkpoint was computed in.
+        stored: Computed,
+        /// What would be computed in now.
+        current: Computed,
+    },
     /// A run continued with another draft.
     #[error(
         "the data set's target/config.json gives another draft than the run was started with: {}; \
@@ -186,6 +197,7 @@ impl FitError {
             | Self::RunExists { .. }
             | Self::OtherDataset { .. }
             | Self::OtherSamples { .. }
+            | Self::OtherType { .. }
             | Self::OtherDraft { .. }
             | Self::OtherVocab { .. } => 78,
             Self::Shape(_) | Self::LossNotFinite { .. } | Self::StateNotFinite { .. } => 65,

@@ -1,10 +1,10 @@
-//! Whether a run may be continued: under the settings and on the samples it was started with. Reads
-//! the manifest and the small files of a checkpoint, no shard and no weights.
+//! Whether a run may be continued: under the settings, in the type and on the samples it was
+//! started with. Reads the manifest and the small files of a checkpoint, no shard and no weights.
 
 use serde_json::{Map, Value};
 
 use super::FitError;
-use crate::checkpoint::{Checkpoint, RunDir};
+use crate::checkpoint::{Checkpoint, Computed, RunDir};
 use crate::config::{ConfigError, FitConfig};
 use crate::dataset::ManifestDataset;
 use crate::draft::DraftConfig;
@@ -35,14 +35,15 @@ pub(super) fn require_same_draft(
 /// error that names both values. Cheap, so that nobody waits for a data set to be read first.
 pub(super) fn require_same_run(
     config: &FitConfig,
-    run: &RunDir,
-    dataset: &ManifestDataset,
+    (run, dataset): (&RunDir, &ManifestDataset),
+    computed: Computed,
 ) -> Result<(), FitError> {
     let (state, settings) = Checkpoint::load_identity(&run.latest()?)?;
     let changes = config.changes_from(&settings);
     if !changes.is_empty() {
         return Err(ConfigError::Changed(changes).into());
     }
+    require_same_type(state.computed, computed)?;
     let current = dataset.fingerprint().to_string();
     if state.dataset_fingerprint != current {
         return Err(FitError::OtherDataset { stored: state.dataset_fingerprint, current });
@@ -53,4 +54,23 @@ pub(super) fn require_same_run(
         }
         _ => Ok(()),
     }
+}
+
+/// Weights trained in one type are not trained on in another by chance: `auto` is another one on
+/// each device. The same type on another device is rounded in other places.
+fn require_same_type(stored: Option<Computed>, current: Computed) -> Result<(), FitError> {
+    match stored {
+        Some(stored) if stored.dtype != current.dtype => {
+            return Err(FitError::OtherType { stored, current });
+        }
+        Some(stored) if stored != current => tracing::warn!(
+            "the run computed in {stored}, and goes on in {current}: sums are rounded in another \
+                order, so it will not end with the bits it would have had"
+        ),
+        Some(_) => {}
+        None => tracing::warn!(
+            "the checkpoint does not say what it was computed in; it goes on in {current}"
+        ),
+    }
+    Ok(())
 }

@@ -8,7 +8,8 @@ use burn::tensor::{DType, FloatDType, Tensor, TensorData};
 use extractor::shutdown::Shutdown;
 
 use super::FitError;
-use crate::acceptance::{Evaluation, EvaluationPlan, evaluate};
+use super::split::split;
+use crate::acceptance::{EvaluateError, Evaluation, EvaluationPlan, evaluate};
 use crate::batch::{FrozenTarget, TargetWeights};
 use crate::config::{ActivationPolicy, FitConfig, Loss, MaskMode};
 use crate::cost::{Keeping, MemoryPlan};
@@ -85,7 +86,7 @@ where
         let head = TargetHead::load(&dataset.dir().target())?;
         watch.goes_on();
         check_layers(&dataset, &head.config)?;
-        let split = split(&dataset, config)?;
+        let split = split(&dataset, config, watch)?;
         let num_aux = dataset.spec().layers.len() - 1;
         let draft = head.config.draft_config(&config.draft, num_aux)?;
         let vocab = match kept {
@@ -155,7 +156,7 @@ where
     }
 
     /// Acceptance on the held-out samples, at most `checkpoint.eval_samples` of them; `None` when
-    /// there are none.
+    /// there are none, or none has a row.
     pub fn evaluate(
         &self,
         draft: &Eagle3Draft<B::InnerBackend>,
@@ -174,7 +175,13 @@ where
             watch,
             stop,
         };
-        Ok(Some(evaluate(draft, &self.frozen_inner, &self.dataset, &what)?))
+        match evaluate(draft, &self.frozen_inner, &self.dataset, &what) {
+            Err(error @ EvaluateError::NoRows { .. }) => {
+                tracing::warn!("{error}");
+                Ok(None)
+            }
+            measured => Ok(Some(measured?)),
+        }
     }
 
     /// Rows of the target's head for the draft vocabulary, `[draft vocabulary, H]`.
@@ -216,7 +223,8 @@ fn activations<B: DraftOps>(
 ) -> Activations {
     let rows = [tokens, config.train.ttt_steps];
     let value_bytes = DType::from(dtype).size() as u64;
-    let keeping = Keeping { value_bytes, average: config.train.ema > 0.0, processes };
+    let (average, frozen) = (config.train.ema > 0.0, config.draft.frozen());
+    let keeping = Keeping { value_bytes, average, processes, frozen };
     let plan = MemoryPlan::new(draft, rows, keeping);
     let memory = B::memory(device);
     let choice = match (config.train.activations, memory) {
@@ -254,42 +262,17 @@ fn check_layers(dataset: &ManifestDataset, target: &TargetConfig) -> Result<(), 
     Ok(())
 }
 
-/// Trained tokens that a sample needs for a row of its own: what the row is given, and what it
-/// predicts.
-const LEAST_TRAINED: usize = 2;
-
-/// The split without samples that no step can train on.
-fn split(dataset: &ManifestDataset, config: &FitConfig) -> Result<Split, FitError> {
-    let mut split = dataset.split(config.data.held_out);
-    let trainable = |&at: &usize| dataset.samples()[at].trainable_tokens >= LEAST_TRAINED;
-    let before = split.train.len() + split.held_out.len();
-    split.train.retain(trainable);
-    split.held_out.retain(trainable);
-    let skipped = before - split.train.len() - split.held_out.len();
-    if skipped > 0 {
-        tracing::warn!("{skipped} of {before} samples have fewer than two trained tokens: skipped");
-    }
-    if split.train.is_empty() {
-        let reason = match skipped {
-            0 => "data.held_out keeps all of them out",
-            _ => "their loss masks are empty, or data.held_out keeps the others out",
-        };
-        return Err(DatasetError::NoTraining { samples: before, reason }.into());
-    }
-    if split.held_out.is_empty() && config.data.held_out > 0.0 {
-        tracing::warn!("no sample is held out: the best checkpoint cannot be chosen by acceptance");
-    }
-    Ok(split)
-}
-
 fn build_vocab(
     (dataset, train, watch): (&ManifestDataset, &[usize], &Watch),
     draft: &DraftConfig,
     (config, target): (&FitConfig, &TargetConfig),
 ) -> Result<VocabMap, FitError> {
     let fingerprint = dataset.fingerprint().to_string();
+    let mut forced = target.eos_token_ids();
+    forced.extend(target.bos_token_id());
+    forced.extend(&config.draft.force_tokens);
     if draft.draft_vocab_size == draft.vocab_size {
-        return Ok(VocabMap::full(draft.vocab_size, &fingerprint));
+        return Ok(VocabMap::full_with(draft.vocab_size, &forced, &fingerprint)?);
     }
     let mut counts = TokenCounts::new(draft.vocab_size);
     let reader = dataset.quick_reader();
@@ -298,9 +281,6 @@ fn build_vocab(
         counts.add(sample.input_ids(), sample.loss_mask())?;
         watch.goes_on();
     }
-    let mut forced = target.eos_token_ids();
-    forced.extend(target.bos_token_id());
-    forced.extend(&config.draft.force_tokens);
     Ok(VocabMap::build(&counts, draft.draft_vocab_size, &forced, &fingerprint)?)
 }
 
@@ -370,17 +350,6 @@ fn lift<B: AutodiffBackend>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::batch::BatchTokens;
-
-    #[test]
-    fn no_sample_that_has_a_row_is_skipped() {
-        for trained in 0..5 {
-            let mask = [[0; 3].as_slice(), &[1].repeat(trained)].concat();
-            let tokens = BatchTokens::new(vec![0; mask.len()], &mask, vec![0, mask.len()]).unwrap();
-            let rows = crate::ttt::step_rows(&tokens, 1);
-            assert_eq!(rows[0] > 0, trained >= LEAST_TRAINED, "{trained} trained tokens");
-        }
-    }
 
     #[test]
     fn memory_is_planned_for_the_largest_batch_there_can_be() {

@@ -11,7 +11,8 @@ use shared::SampleId;
 use super::{FitError, InputTimes, Session, Start, identity};
 use crate::batch::TrainBatch;
 use crate::checkpoint::{
-    Best, Checkpoint, CheckpointState, FIRST, Parts, RunDir, SECOND, TRAINED, exact_in_json,
+    Best, Checkpoint, CheckpointState, Computed, FIRST, Parts, RunDir, SECOND, TRAINED,
+    exact_in_json,
 };
 use crate::collate::HostBatch;
 use crate::config::{FitConfig, LmHeadInit, MaskMode, NoiseKind};
@@ -75,15 +76,18 @@ pub struct StepOutcome {
 }
 
 impl StepOutcome {
-    /// The line of metrics.jsonl; `stall` is the share of the time spent waiting for input.
+    /// The line of metrics.jsonl; `stall` is the share of the time spent waiting for input. Of a
+    /// step without trained rows nothing was measured.
     pub fn record(&self, tokens_per_second: f64, stall: f64) -> Record {
         let mut record = Record::new();
-        record.insert("train/loss".into(), self.loss.into());
-        put_depths(&mut record, "train/acc", &self.metrics.acc());
-        record.insert("train/accepted_drafts".into(), self.metrics.accept_len().into());
+        if self.metrics.has_rows() {
+            record.insert("train/loss".into(), self.loss.into());
+            put_depths(&mut record, "train/acc", &self.metrics.acc());
+            record.insert("train/accepted_drafts".into(), self.metrics.accept_len().into());
+            record.insert("grad_norm".into(), self.grad_norm.into());
+        }
         record.insert("train/rows".into(), self.metrics.step_rows.first().copied().into());
         record.insert("lr".into(), self.rate.into());
-        record.insert("grad_norm".into(), self.grad_norm.into());
         record.insert("perf/tokens_per_second".into(), tokens_per_second.round().into());
         record.insert("perf/input_stall".into(), stall.into());
         record
@@ -95,8 +99,11 @@ impl StepOutcome {
             format!("  best acceptance {:.3} at step {}", best.acceptance_length, best.step)
         });
         let first = self.metrics.acc().first().copied().unwrap_or_default();
-        let stall = 100.0 * stall;
-        format!("loss {:.3}  acc_0 {first:.3}  input stall {stall:.1} %{best}", self.loss)
+        let trained = match self.metrics.has_rows() {
+            true => format!("loss {:.3}  acc_0 {first:.3}", self.loss),
+            false => "no trained row".to_owned(),
+        };
+        format!("{trained}  input stall {:.1} %{best}", 100.0 * stall)
     }
 }
 
@@ -156,7 +163,8 @@ where
         }
         identity::require_same_draft(&state.draft, &session.draft)?;
         let (first, second) = checkpoint.moments(&session.device, |whole| shards.keep(whole))?;
-        let optimizer = AdamW::from_moments(adamw(&session.config), state.step, first, second);
+        let updates = state.updates.unwrap_or(state.step);
+        let optimizer = AdamW::from_moments(adamw(&session.config), updates, first, second);
         let kept = checkpoint.draft(&session.device)?;
         let (draft, average) = match session.config.train.ema > 0.0 {
             true => (checkpoint.trained_draft(&session.device)?, kept.parameters()),
@@ -215,7 +223,7 @@ where
         world.sum(&mut sums)?;
         metrics.set_sums(&sums);
         metrics.step_divisor = divisors;
-        let (rate, grad_norm) = self.update(session, &gradients)?;
+        let (rate, grad_norm) = self.update(session, &gradients, metrics.has_rows())?;
         let loss = metrics.loss(options.step_decay);
         let tokens = sums.last().map_or(0, |&tokens| tokens as u64);
         Ok(StepOutcome { loss, metrics, grad_norm, rate, tokens })
@@ -264,10 +272,13 @@ where
         Ok(passed)
     }
 
+    /// Takes the step; rate and gradient norm. Of a step in which no process has `trained` a row
+    /// nothing asks for an update: decay and moments alone would move the weights.
     fn update(
         &mut self,
         session: &Session<B>,
         gradients: &Reduction<B::InnerBackend>,
+        trained: bool,
     ) -> Result<(f64, f64), FitError> {
         let train = &session.config.train;
         let schedule = Schedule {
@@ -281,7 +292,10 @@ where
         let rate = schedule.rate(self.step);
         let step = (rate, &self.shards);
         let gradients = B::on_device(&session.device, || gradients.finish(&self.draft))?;
-        let norm = self.optimizer.update(&mut self.draft, gradients, step)?;
+        let norm = match trained {
+            true => self.optimizer.update(&mut self.draft, gradients, step)?,
+            false => 0.0,
+        };
         if let Some(fault) = B::InnerBackend::fault(&session.device) {
             return Err(TttError::from(fault).into());
         }
@@ -335,6 +349,7 @@ where
             state: CheckpointState {
                 format: 1,
                 step: self.step,
+                updates: Some(self.optimizer.steps()).filter(|&updates| updates != self.step),
                 loader: self.loader,
                 seed: session.config.train.seed,
                 total_steps: session.total_steps,
@@ -347,6 +362,7 @@ where
                 vocab_coverage: exact_in_json(session.vocab.coverage()),
                 dataset_fingerprint: session.dataset.fingerprint().to_string(),
                 samples: Some(session.dataset.sample_set()),
+                computed: Some(Computed::on::<B>(session.dtype)),
             },
             config: session.config.clone(),
             weights,
@@ -415,9 +431,6 @@ where
     B::InnerBackend: DraftOps + ExchangeOps,
 {
     let config = &session.config;
-    if config.draft.freeze_lm_head {
-        optimizer = optimizer.with_frozen("lm_head.weight");
-    }
     if config.train.ema > 0.0 {
         optimizer = optimizer.with_average(config.train.ema, average, shards);
     }
@@ -432,6 +445,7 @@ fn adamw(config: &FitConfig) -> AdamWConfig {
         eps: train.adam_eps,
         weight_decay: train.weight_decay,
         clip: train.clip,
+        frozen: config.draft.frozen(),
     }
 }
 

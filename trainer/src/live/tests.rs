@@ -203,12 +203,13 @@ fn counts_of_hand_made_rounds() {
     // The answer ended inside the chain: the second accepted token was never emitted.
     counts.round(3, 2, 1);
     assert_eq!(counts.accepted, [3, 1, 1]);
-    assert_eq!(counts.acceptance_length(), 2.0);
+    assert_eq!(counts.acceptance_length(), Some(2.0));
+    assert_eq!(LiveCounts::default().acceptance_length(), None);
     assert_eq!(counts.acceptance_rate(), [0.75, 0.25, 0.25]);
     let mut sum = LiveCounts::default();
     sum.add(&counts);
     sum.add(&counts);
-    assert_eq!((sum.rounds, sum.tokens, sum.acceptance_length()), (8, 16, 2.0));
+    assert_eq!((sum.rounds, sum.tokens, sum.acceptance_length()), (8, 16, Some(2.0)));
 }
 
 #[test]

@@ -296,6 +296,7 @@ impl<B: DraftGradients> Operation<B> for Distillation<B> {
 
 impl<B: DraftGradients, C: CheckpointStrategy> DraftOps for Autodiff<B, C> {
     const TEACHER_ROWS: usize = B::TEACHER_ROWS;
+    const DEVICE: &'static str = B::DEVICE;
 
     fn project_part(
         x: Tensor<Self, 2>,

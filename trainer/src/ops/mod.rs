@@ -200,6 +200,8 @@ pub enum Activations {
 pub trait DraftOps: Backend {
     /// A good number for [`DistillRows::states_at_once`].
     const TEACHER_ROWS: usize = 512;
+    /// Kind of its device, as `--device` names it.
+    const DEVICE: &'static str = "cpu";
 
     /// `x [n, in]` times the transpose of `weight [out, in]`.
     fn project(x: Tensor<Self, 2>, weight: Tensor<Self, 2>) -> Tensor<Self, 2> {

@@ -25,7 +25,7 @@ fn draft() -> Eagle3Draft<Flex> {
 }
 
 fn settings(clip: f64, weight_decay: f64) -> AdamWConfig {
-    AdamWConfig { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay, clip }
+    AdamWConfig { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay, clip, frozen: None }
 }
 
 fn gradients(draft: &Eagle3Draft<Flex>, value: impl Fn(usize) -> f32) -> Summed<Flex> {
@@ -121,9 +121,9 @@ fn a_gradient_that_is_not_finite_changes_nothing() {
 fn what_is_frozen_stays_and_the_average_follows() {
     let start = draft();
     let shards = Shards::alone();
-    let mut adamw = AdamW::new(settings(0.0, 0.0), &start, &shards)
-        .with_frozen("lm_head.weight")
-        .with_average(0.7, start.parameters(), &shards);
+    let settings = AdamWConfig { frozen: Some("lm_head.weight"), ..settings(0.0, 0.0) };
+    let mut adamw =
+        AdamW::new(settings, &start, &shards).with_average(0.7, start.parameters(), &shards);
     let mut now = start.clone();
     let mut expected: Vec<f32> = values(&start);
     // Up to step 20 the average is young and follows faster than 0.7 allows.
@@ -151,8 +151,9 @@ fn what_is_frozen_stays_and_the_average_follows() {
     let average = adamw.average(&now, &shards).unwrap().unwrap();
     let head = |list: &Named<Flex>| list.last().unwrap().1.to_vec();
     assert_eq!(head(&average), head(&start.parameters()));
-    // The norm is that of what is trained.
+    // The norm is that of what is trained, and so are the moments.
     let count = values(&start).len() - 5 * 4;
+    assert_eq!([Kept::First, Kept::Second].map(|what| moments(&adamw, what).count()), [count; 2]);
     let norm = adamw.update(&mut now, gradients(&start, |_| 1.0), (0.01, &shards)).unwrap();
     assert!((norm - (count as f64).sqrt()).abs() < 1e-4, "{norm}");
 }

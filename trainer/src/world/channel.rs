@@ -82,7 +82,12 @@ fn accept(place: &Place, digest: &str) -> Result<(Vec<Peer>, Vec<Peer>), WorldEr
                 Ok(hello) if hello.protocol == PROTOCOL => {
                     same(&hello, place, digest)?;
                     let side = if hello.watch { &mut watched } else { &mut data };
-                    side.insert(hello.rank, stream);
+                    let before = side.insert(hello.rank, stream);
+                    // One that ended and was started again may come twice. It may have left words
+                    // in the connection for data.
+                    if hello.watch && before.is_some_and(|before| is_open(&before)) {
+                        return Err(WorldError::Twice { rank: hello.rank });
+                    }
                 }
                 _ => tracing::warn!("{from} is none of this run's processes"),
             },
@@ -103,6 +108,12 @@ fn accept(place: &Place, digest: &str) -> Result<(Vec<Peer>, Vec<Peer>), WorldEr
         }
     }
     Ok((data.into_iter().collect(), watched.into_iter().collect()))
+}
+
+/// Whether the other end of a connection, which has said nothing more, has not closed it.
+fn is_open(stream: &TcpStream) -> bool {
+    let peeked = stream.set_nonblocking(true).and_then(|()| stream.peek(&mut [0]));
+    peeked.is_err_and(|error| error.kind() == WouldBlock)
 }
 
 /// Reads the greeting of a process that may be a stranger.
@@ -139,6 +150,8 @@ fn reach(place: &Place, digest: &str, watch: bool) -> Result<TcpStream, WorldErr
     let stream = loop {
         match TcpStream::connect((host.as_str(), *port)) {
             Ok(stream) => break stream,
+            // It was there a moment ago, and has ended since: its own log says why.
+            Err(source) if watch => return Err(WorldError::lost(0)(source)),
             Err(source) if start.elapsed() > JOIN => {
                 let master = format!("{host}:{port}");
                 return Err(WorldError::Connect { master, seconds: JOIN.as_secs(), source });

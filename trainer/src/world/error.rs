@@ -29,7 +29,10 @@ pub enum WorldError {
         below: usize,
     },
     /// The first process cannot be reached by others.
-    #[error("port {port} for the other processes: free it, or set another MASTER_PORT")]
+    #[error(
+        "port {port} for the other processes: free it, or set another MASTER_PORT; if another \
+         process of this run has it, both were started with RANK=0"
+    )]
     Listen {
         /// The port.
         port: u16,
@@ -74,6 +77,15 @@ pub enum WorldError {
         /// Value of this process.
         ours: String,
     },
+    /// Two processes say that they are the same one.
+    #[error(
+        "two processes were started with RANK={rank}: give every process a number of \
+         its own, 0 to WORLD_SIZE - 1"
+    )]
+    Twice {
+        /// The number of both.
+        rank: usize,
+    },
     /// A process is gone, or was never one of these.
     #[error("rank {rank} is gone: its own log says why")]
     Lost {
@@ -99,7 +111,10 @@ impl WorldError {
     /// Process exit code: 78 for settings, 75 where another try may do, 70 for a bug.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::HalfSet { .. } | Self::Value { .. } | Self::Different { .. } => 78,
+            Self::HalfSet { .. }
+            | Self::Value { .. }
+            | Self::Different { .. }
+            | Self::Twice { .. } => 78,
             Self::Listen { .. }
             | Self::Connect { .. }
             | Self::Missing { .. }

@@ -84,6 +84,49 @@ fn strangers_are_ignored_and_other_runs_refused() {
     });
 }
 
+#[test]
+fn two_processes_of_the_same_rank_are_named() {
+    let port = free_port();
+    std::thread::scope(|scope| {
+        let join = |rank| scope.spawn(move || World::join(place(rank, 3, port), "same", |_| ()));
+        let processes = [0, 1, 1].map(join);
+        let [first, others @ ..] = processes.map(|process| process.join().unwrap().unwrap_err());
+        assert!(matches!(first, WorldError::Twice { rank: 1 }), "{first}");
+        assert_eq!((first.exit_code(), others.map(|other| other.exit_code())), (78, [75, 75]));
+    });
+}
+
+/// One that was there, was killed and is started again before all others have come.
+#[test]
+fn a_process_may_come_again_after_its_end() {
+    let port = free_port();
+    std::thread::scope(|scope| {
+        let join = |rank| scope.spawn(move || World::join(place(rank, 3, port), "same", |_| ()));
+        let first = join(0);
+        for watch in [false, true] {
+            let mut killed = loop {
+                if let Ok(stream) = TcpStream::connect(("127.0.0.1", port)) {
+                    break stream;
+                }
+            };
+            let hello = serde_json::json!({
+                "protocol": "aerie-world-2", "rank": 1, "size": 3, "digest": "same", "watch": watch
+            });
+            let hello = hello.to_string();
+            killed.write_all(&(hello.len() as u64).to_le_bytes()).unwrap();
+            killed.write_all(hello.as_bytes()).unwrap();
+            // Its first word to the others.
+            if !watch {
+                killed.write_all(&[0; 8]).unwrap();
+            }
+        }
+        let others = [1, 2].map(join);
+        let worlds = [first].into_iter().chain(others).map(|process| process.join().unwrap());
+        let worlds: Vec<World> = worlds.map(Result::unwrap).collect();
+        worlds.iter().for_each(World::finish);
+    });
+}
+
 static LOST: Mutex<Option<Sender<String>>> = Mutex::new(None);
 
 fn tell(error: &WorldError) {

@@ -61,10 +61,26 @@ fn text(random: &mut Random) -> Vec<u32> {
     ids
 }
 
-fn sample(random: &mut Random, table: &[f32]) -> CapturedSample {
+/// The loss mask of a sample by its number and its tokens.
+type MaskOf<'a> = &'a dyn Fn(usize, usize) -> Vec<u8>;
+
+/// All but the first quarter is trained.
+fn answer(_: usize, tokens: usize) -> Vec<u8> {
+    (0..tokens).map(|at| u8::from(at >= tokens / 4)).collect()
+}
+
+/// Every other token is trained: no row has a chain.
+pub(crate) fn scattered(tokens: usize) -> Vec<u8> {
+    (0..tokens).map(|at| (at % 2) as u8).collect()
+}
+
+fn sample(
+    random: &mut Random,
+    table: &[f32],
+    (number, mask): (usize, MaskOf<'_>),
+) -> CapturedSample {
     let ids = text(random);
-    let prompt = ids.len() / 4;
-    let mask = (0..ids.len()).map(|at| u8::from(at >= prompt)).collect();
+    let mask = mask(number, ids.len());
     let row = |id: u32| &table[id as usize * HIDDEN..(id as usize + 1) * HIDDEN];
     let states = (0..LAYERS).map(|layer| {
         let mut rows = Vec::new();
@@ -91,6 +107,19 @@ pub(crate) fn dataset(dir: &Path, samples: usize) {
 
 /// The same under the fingerprint of another target.
 pub(crate) fn dataset_of(target_name: &str, dir: &Path, samples: usize) {
+    write(target_name, dir, samples, &answer);
+}
+
+/// A data set in which the odd samples of `samples` have no row, or all of them.
+pub(crate) fn dataset_without_rows(dir: &Path, samples: usize, all: bool) {
+    let mask = |number: usize, tokens: usize| match all || number % 2 == 1 {
+        true => scattered(tokens),
+        false => answer(number, tokens),
+    };
+    write("synthetic", dir, samples, &mask);
+}
+
+fn write(target_name: &str, dir: &Path, samples: usize, mask: MaskOf<'_>) {
     let fingerprint = Fingerprint::default().with("target", target_name);
     let manifest = Manifest::open_for_write(dir, &fingerprint, &spec()).unwrap();
     let table = embeddings();
@@ -103,7 +132,7 @@ pub(crate) fn dataset_of(target_name: &str, dir: &Path, samples: usize) {
             ShardWriter::create(&DatasetDir::new(dir), id, &spec(), &fingerprint.digest()).unwrap();
         let mut sources = Vec::new();
         for _ in 0..left.min(16) {
-            let sample = sample(&mut random, &table);
+            let sample = sample(&mut random, &table, (line as usize, mask));
             line += 1;
             sources.push(SourceRecord {
                 file: "synthetic".into(),

@@ -66,6 +66,7 @@ fn rotate(x: T<3>, table: &RotaryTable<Cuda>, positions: &RowIndex<Cuda>, direct
 impl DraftOps for Cuda {
     // The vocabulary is streamed, so that a block of logits stays small, and products have rows.
     const TEACHER_ROWS: usize = 2048;
+    const DEVICE: &'static str = "cuda";
 
     fn project_part(
         x: Tensor<Self, 2>,
