@@ -96,8 +96,19 @@ fn names_a_file(word: &str) -> bool {
     let ours =
         ["extractor", "trainer", "shared", "kernels", "migrations", "docs", "runs", "configs"];
     let others = ["tests", "models", "data", "fuzz", "attacks"];
-    let plain = word.chars().all(|c| c.is_ascii_alphanumeric() || "/._-".contains(c));
+    let plain = word.chars().all(|c| c.is_ascii_alphanumeric() || "/._-{,}".contains(c));
     word.contains('/') && plain && (ours.contains(&folder) || others.contains(&folder))
+}
+
+/// The words that a shell makes of one with braces.
+fn expanded(word: &str) -> Vec<String> {
+    let parts = word.split_once('{').and_then(|(head, rest)| Some((head, rest.split_once('}')?)));
+    match parts {
+        None => vec![word.to_owned()],
+        Some((head, (list, tail))) => {
+            list.split(',').flat_map(|one| expanded(&format!("{head}{one}{tail}"))).collect()
+        }
+    }
 }
 
 #[test]
@@ -118,7 +129,7 @@ fn every_file_in_the_documents_exists() {
         for word in literal(&text).into_iter().flat_map(str::split_whitespace) {
             let word = word.trim_end_matches([',', ';', ':', ')']);
             if names_a_file(word) {
-                check(&path, word, root());
+                expanded(word).iter().for_each(|word| check(&path, word, root()));
             }
         }
     }

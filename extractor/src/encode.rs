@@ -242,20 +242,30 @@ impl Encoder {
         if self.options.last_turn_only {
             trained.drain(..trained.len().saturating_sub(1));
         }
-        self.require_answers(chat, &layout, trained.len())?;
+        let end = match self.options.overlong {
+            Overlong::Truncate => tokens.get(self.options.max_tokens).map(|token| token.start),
+            Overlong::Reject => None,
+        };
+        trained.retain(|range| !range.is_empty() && end.is_none_or(|end| range.start < end));
+        self.require_answers(chat, &layout, &trained)?;
         let mask = tokens.iter().map(|token| u8::from(starts_inside(token, &trained))).collect();
         Ok((tokens.iter().map(|token| token.id).collect(), mask, false))
     }
 
-    /// Refuses a chat of whose last `trained` answers one is empty: a template without a place for
-    /// tool calls, say, leaves nothing but the end marker of a turn that only calls, and a draft
-    /// would be taught to answer nothing.
-    fn require_answers(&self, chat: &Chat, layout: &Layout, trained: usize) -> Result<(), Fault> {
+    /// Refuses a chat of whose `trained` answers one is empty: a template without a place for tool
+    /// calls, say, leaves nothing but the end marker of a turn that only calls, and a draft would
+    /// be taught to answer nothing.
+    fn require_answers(
+        &self,
+        chat: &Chat,
+        layout: &Layout,
+        trained: &[Range<usize>],
+    ) -> Result<(), Fault> {
         let is_answer = |(_, message): &(usize, &Message)| message.role == Role::Assistant;
         let turns = chat.messages.iter().enumerate().filter(is_answer);
-        let untrained = layout.answers.len().saturating_sub(trained);
-        for ((turn, _), answer) in turns.zip(&layout.answers).skip(untrained) {
-            if self.is_empty(layout, &answer.range)? {
+        for ((turn, _), answer) in turns.zip(&layout.answers) {
+            let is_trained = trained.iter().any(|range| range.start == answer.range.start);
+            if is_trained && self.is_empty(layout, &answer.range)? {
                 return Err(Fault::new(
                     RejectReason::EmptyAnswer,
                     format!(

@@ -51,6 +51,10 @@ pub fn survey(path: &Path) -> io::Result<Survey> {
         let read = block.len();
         bytes += read as u64;
         reader.consume(read);
+        if read < BLOCK {
+            // The end, as it was: what is appended meanwhile would begin a block of its own.
+            break;
+        }
     }
     // Spaces at the end may be the beginning of a line that somebody is writing.
     lines += u64::from(holds_text);
@@ -120,9 +124,31 @@ impl BufRead for BlockReader {
 #[cfg(test)]
 mod tests {
     use std::io::Write;
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     use super::*;
     use crate::prompts::Prompts;
+
+    #[test]
+    fn a_file_that_grows_while_it_is_surveyed_is_read_as_it_was_surveyed() {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        let (path, done) = (file.path().to_path_buf(), AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !done.load(Ordering::Relaxed) {
+                    file.write_all(b"{}\n").unwrap();
+                }
+            });
+            for _ in 0..50 {
+                let survey = survey(&path).unwrap();
+                assert_eq!(survey.blocks.len() as u64, survey.file.bytes.div_ceil(BLOCK as u64));
+                let bytes = survey.file.bytes;
+                let mut again = BlockReader::new(File::open(&path).unwrap(), Some(survey));
+                assert_eq!(io::copy(&mut again, &mut io::sink()).unwrap(), bytes);
+            }
+            done.store(true, Ordering::Relaxed);
+        });
+    }
 
     #[test]
     fn counts_the_lines_that_the_reader_yields() {

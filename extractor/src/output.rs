@@ -65,7 +65,9 @@ pub fn written<E: From<OutputFault>>(outcome: Result<bool, E>, mut out: Output) 
     let _ = out.flush();
     match (outcome, out.fault) {
         (Err(error), _) if !failed_within => Err(error),
-        (_, Some(fault)) if fault.kind() == ErrorKind::BrokenPipe => Ok(true),
+        (outcome, Some(fault)) if fault.kind() == ErrorKind::BrokenPipe => {
+            Ok(outcome.unwrap_or(true))
+        }
         (_, Some(fault)) => Err(OutputFault(fault).into()),
         (outcome, None) => outcome,
     }

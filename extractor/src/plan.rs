@@ -58,7 +58,8 @@ pub enum PlanError {
     /// The disk cannot hold what would be written.
     #[error(
         "{needed} bytes are needed for {tokens} tokens, {free} are free where the data set lies: \
-         free some space, lower --limit, or store the states with --dtype fp8"
+         free some space (quarantine/ in the data set may be emptied), lower --limit, or store the \
+         states with --dtype fp8"
     )]
     NoSpace {
         /// Free bytes.
@@ -260,7 +261,8 @@ fn to_continue(
     (spec, contract): (&TargetSpec, &CaptureSpec),
 ) -> Result<Option<Manifest>, PipelineError> {
     let path = dir.manifest();
-    let Ok(found) = path.metadata() else {
+    // One without bytes was being created.
+    let Some(found) = path.metadata().ok().filter(|it| it.len() > 0) else {
         let names = dir.files().list(&dir.shards()).unwrap_or_default();
         let is_shard = |name: &str| name.parse::<ShardId>().is_ok();
         return match names.iter().filter(|name| name.to_str().is_some_and(is_shard)).count() {
@@ -274,6 +276,7 @@ fn to_continue(
         return Err(ManifestError::Sealed(path).into());
     }
     let manifest = Manifest::open_read(dir.root())?;
+    manifest.require_newest()?;
     let changes = manifest.fingerprint().diff(&current);
     if changes.is_empty() {
         Ok(Some(manifest))

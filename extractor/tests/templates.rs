@@ -7,12 +7,13 @@ mod support;
 
 use std::collections::BTreeMap;
 
+use extractor::conversation::Chat;
 use extractor::encode::{EncodeOptions, Encoder};
 use extractor::reject::RejectReason;
 use extractor::template::{ChatTemplate, TemplateError};
 use extractor::tokenizer::Tokenizer;
 use serde_json::{Value, json};
-use support::{chat, encode, fixture, json_fixture, nano_kimi_dir, trained_text};
+use support::{chat, encode, fixture, json_fixture, nano_kimi, nano_kimi_dir, trained_text};
 
 fn names() -> BTreeMap<String, String> {
     BTreeMap::from([("bos_token".into(), "[BOS]".into()), ("eos_token".into(), "[EOS]".into())])
@@ -274,6 +275,21 @@ fn an_answer_of_which_the_template_writes_nothing_is_rejected() {
         let trained = trained_text(&written, &encode(&written, chat(&turns)).unwrap());
         assert!(trained[0].contains("\"name\": \"f\""), "{content}: {trained:?}");
     }
+    // What is cut off is not trained: behind the last token, and the end of a cut answer.
+    let turns = json!([
+        {"role": "user", "content": "a"}, {"role": "assistant", "content": "One, two, three."},
+        {"role": "user", "content": "b"}, {"role": "assistant", "content": ""},
+    ]);
+    let whole = nano_kimi(EncodeOptions::default());
+    assert_eq!(encode(&whole, chat(&turns)).unwrap_err().reason, RejectReason::EmptyAnswer);
+    let first = json!(turns.as_array().unwrap()[..2]);
+    let max_tokens = encode(&whole, chat(&first)).unwrap().sample.input_ids().len();
+    let cut = nano_kimi(EncodeOptions { max_tokens, ..Default::default() });
+    let encoded = encode(&cut, chat(&turns)).unwrap();
+    assert_eq!(trained_text(&cut, &encoded), ["One, two, three.<|im_end|>"]);
+    let truncated = Chat { truncated: true, ..chat(&turns) };
+    let encoded = encode(&whole, truncated).unwrap();
+    assert_eq!(trained_text(&whole, &encoded), ["One, two, three.<|im_end|>"]);
     // Text of a special token is an answer.
     let encoder = encoder("think", EncodeOptions::default());
     let named = json!([

@@ -1,7 +1,7 @@
 //! Files and directories that are whole and on stable storage before their name exists, and the
 //! layout of a data set's directory. Knows no formats.
 
-use std::io::{self, BufWriter, Write};
+use std::io::{self, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -45,6 +45,17 @@ pub(crate) fn at<'a>(
     path: &'a Path,
 ) -> impl FnOnce(io::Error) -> DurableError + 'a {
     move |source| DurableError { operation, path: path.to_path_buf(), source }
+}
+
+/// Reads a text of at most `most` bytes; the rest of a longer one is left out. Anything but a
+/// regular file is refused, for opening a FIFO would wait for its writer.
+pub(crate) fn read_small(path: &Path, most: u64) -> io::Result<String> {
+    if !std::fs::symlink_metadata(path)?.is_file() {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no regular file"));
+    }
+    let mut text = String::new();
+    std::fs::File::open(path)?.take(most).read_to_string(&mut text)?;
+    Ok(text)
 }
 
 /// The directory of a data set.

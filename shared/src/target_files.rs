@@ -3,11 +3,11 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::io::{self, Read};
+use std::io;
 use std::path::Path;
 
 use crate::digest::Digest;
-use crate::durable::{DatasetDir, DurableError, at, write_file_with};
+use crate::durable::{DatasetDir, DurableError, at, read_small, write_file_with};
 
 /// Name of the list: on each line 64 hex digits, two spaces, a name.
 pub const SUMS: &str = "BLAKE3SUMS";
@@ -17,12 +17,12 @@ const MOST_BYTES: u64 = 1 << 16;
 /// What is wrong with the listed files, one sentence each. Nothing where there is no list, as in
 /// data sets that were begun before there was one.
 pub fn faults(target: &Path) -> io::Result<Vec<String>> {
-    let (mut text, path) = (String::new(), target.join(SUMS));
-    // Looked up by name first, as the files below: opening a FIFO would wait for its writer.
-    match fs::symlink_metadata(&path) {
-        Ok(found) if !found.is_file() => return Ok(vec![format!("{SUMS} is no regular file")]),
-        Ok(_) => File::open(&path)?.take(MOST_BYTES).read_to_string(&mut text)?,
+    let text = match read_small(&target.join(SUMS), MOST_BYTES) {
+        Ok(text) => text,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
+            return Ok(vec![format!("{SUMS} is no regular file")]);
+        }
         Err(error) => return Err(error),
     };
     let mut faults = Vec::new();
@@ -50,12 +50,8 @@ pub fn faults(target: &Path) -> io::Result<Vec<String>> {
 
 /// Files that the list does not name, where there is one.
 pub fn unlisted(target: &Path) -> io::Result<Vec<String>> {
-    let (mut list, path) = (String::new(), target.join(SUMS));
     // What else it may be, faults says.
-    if !fs::symlink_metadata(&path).is_ok_and(|found| found.is_file()) {
-        return Ok(Vec::new());
-    }
-    File::open(&path)?.take(MOST_BYTES).read_to_string(&mut list)?;
+    let Ok(list) = read_small(&target.join(SUMS), MOST_BYTES) else { return Ok(Vec::new()) };
     let listed: Vec<&str> =
         list.lines().filter_map(|line| Some(line.split_once("  ")?.1)).collect();
     Ok(files(target)?.into_iter().filter(|name| !listed.contains(&name.as_str())).collect())

@@ -97,6 +97,25 @@ fn what_fp8_has_cost_is_not_of_states_that_were_stored_exactly() {
     assert!(!audit(dir.path(), Verify::None).unwrap().clean());
 }
 
+/// The same ids were imported twice, from other files and with other masks: a line is a file there.
+#[test]
+fn lines_of_imports_need_not_have_given_one_sample() {
+    let dir = tempdir();
+    dataset(dir.path(), StateDtype::Bf16);
+    tamper(dir.path(), "UPDATE source SET digest = zeroblob(16) WHERE line < 6");
+    let words = "lines of equal text";
+    let found = |dir: &Path| findings(dir).iter().any(|it| it.detail.contains(words));
+    assert!(found(dir.path()));
+    let mut states = fingerprint();
+    states.fields.insert("states".into(), "imported".into());
+    let fields = serde_json::to_string(&states).unwrap();
+    let digest = states.digest().to_string();
+    let sql =
+        format!("UPDATE dataset SET fingerprint = '{fields}', fingerprint_digest = x'{digest}'");
+    tamper(dir.path(), sql.leak());
+    assert!(!found(dir.path()));
+}
+
 #[test]
 fn settings_beside_the_manifest_are_those_in_it() {
     let dir = tempdir();
@@ -107,6 +126,7 @@ fn settings_beside_the_manifest_are_those_in_it() {
         (right.replace("alpha", "beta"), "template: stored `alpha`, now `beta`"),
         (right.replace("\"hidden_size\": 6", "\"hidden_size\": 7"), "stored `6`, now `7`"),
         ("{}".to_owned(), "is damaged"),
+        (" ".repeat((1 << 20) + 1) + &right, "is damaged"),
     ];
     for (text, words) in wrong {
         fs::write(&path, text).unwrap();
@@ -117,19 +137,28 @@ fn settings_beside_the_manifest_are_those_in_it() {
     }
     fs::remove_file(&path).unwrap();
     assert!(findings(dir.path())[0].detail.contains("is missing"));
+    // Opening a FIFO would wait for its writer.
+    for fifo in [&path, &dir.path().join("COMMITTED")] {
+        let _ = fs::remove_file(fifo);
+        let made = std::process::Command::new("mkfifo").arg(fifo).status().unwrap();
+        assert!(made.success());
+    }
+    assert!(findings(dir.path())[0].detail.contains("no regular file"));
+    fs::remove_file(dir.path().join("COMMITTED")).unwrap();
+    fs::remove_file(&path).unwrap();
     // The next writer makes the copy again.
     drop(Manifest::open_for_write(dir.path(), &fingerprint(), &spec(StateDtype::Bf16)).unwrap());
     assert_eq!(fs::read_to_string(&path).unwrap(), right);
     assert_eq!(findings(dir.path()), []);
 }
 
-/// These versions did not count blank lines, which line numbers count.
+/// All but the last did not count blank lines, which line numbers count.
 #[test]
 fn sound_data_sets_of_earlier_versions_with_blank_lines_are_clean() {
-    for version in 1..=3 {
+    for version in 1..=4 {
         let dir = tempdir();
         dataset(dir.path(), StateDtype::Bf16);
-        BACK.iter().take(4 - version).for_each(|sql| tamper(dir.path(), sql));
+        BACK.iter().take(5 - version).for_each(|sql| tamper(dir.path(), sql));
         if version == 1 {
             // It wrote no copy of the settings either.
             fs::remove_file(dir.path().join("settings.json")).unwrap();
@@ -150,7 +179,7 @@ fn sound_data_sets_of_earlier_versions_with_blank_lines_are_clean() {
 fn an_outcome_beyond_its_input_is_noticed_in_earlier_versions_too() {
     let dir = tempdir();
     dataset(dir.path(), StateDtype::Bf16);
-    tamper(dir.path(), BACK[0]);
+    BACK[..2].iter().for_each(|sql| tamper(dir.path(), sql));
     tamper(dir.path(), "UPDATE input SET lines = 6");
     assert!(!audit(dir.path(), Verify::None).unwrap().clean());
 }

@@ -314,7 +314,7 @@ fn other_databases_and_later_versions_are_left_alone() {
         error
     };
     // Positions of user_version and application_id in SQLite's file header.
-    assert!(matches!(patched(60, 5), ManifestError::Newer { found: 5, .. }));
+    assert!(matches!(patched(60, 6), ManifestError::Newer { found: 6, .. }));
     assert!(matches!(patched(68, 7), ManifestError::NotAManifest { found: 7, .. }));
     fs::write(&path, b"this is no database, but long enough to be looked at by SQLite").unwrap();
     let error = Manifest::open_read(dir.path()).unwrap_err();

@@ -454,6 +454,8 @@ impl CheckpointError {
             Self::Durable(_) | Self::Locked { .. } | Self::None { .. } | Self::Format { .. } => {
                 false
             }
+            // Under a digest that is right they are another version's.
+            Self::Config(_) | Self::State { .. } => false,
             _ => true,
         }
     }

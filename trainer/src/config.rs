@@ -339,7 +339,7 @@ impl FitConfig {
     /// Checks ranges that the types do not; the error names the key.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let (data, train, keep) = (&self.data, &self.train, &self.checkpoint);
-        let rules: [(bool, &str, String, &str); 26] = [
+        let rules: [(bool, &str, String, &str); 25] = [
             given(
                 "data.dataset",
                 &data.dataset,
@@ -361,7 +361,6 @@ impl FitConfig {
             positive_real("train.epochs", train.epochs),
             positive_real("train.lr", train.lr),
             unit("train.lr_floor", train.lr_floor),
-            train.floor_is_read(),
             unit("train.beta1", train.beta1),
             unit("train.beta2", train.beta2),
             (
@@ -401,13 +400,22 @@ impl FitConfig {
             positive("checkpoint.eval_samples", keep.eval_samples as u64),
             positive("checkpoint.keep_last", keep.keep_last as u64),
         ];
-        match rules.into_iter().find(|(holds, ..)| !holds) {
-            None => self.draft.validate_layout(),
-            Some((_, key, value, expected)) => Err(ConfigError::Value {
-                key: key.to_owned(),
-                value,
-                expected: expected.to_owned(),
-            }),
+        rules.into_iter().try_for_each(kept)?;
+        self.draft.validate_layout()
+    }
+
+    /// What [`Self::validate`] checks, and what only runs of earlier versions may have.
+    pub fn validate_new(&self) -> Result<(), ConfigError> {
+        self.validate()?;
+        kept(self.train.floor_is_read())
+    }
+}
+
+fn kept((holds, key, value, expected): Rule<'_>) -> Result<(), ConfigError> {
+    match holds {
+        true => Ok(()),
+        false => {
+            Err(ConfigError::Value { key: key.to_owned(), value, expected: expected.to_owned() })
         }
     }
 }

@@ -81,7 +81,10 @@ where
     B: HandOver + DraftOps + InputOps,
     B::InnerBackend: DraftOps + ExchangeOps,
 {
-    config.validate()?;
+    match start {
+        Start::Fresh => config.validate_new()?,
+        Start::Resume => config.validate()?,
+    }
     let run = RunDir::new(&config.checkpoint.run_dir);
     let _lock = claim(&run, start, world)?;
     watch.at(Phase::Data, 0);
@@ -91,7 +94,7 @@ where
     watch.at(Phase::Start, 0);
     let mut state = begin(&session, &run, (start, world, watch))?;
     let mut loader = session.loader(state.loader, world)?;
-    let mut log = open_log(&run, &state, (start, session.total_steps))?;
+    let mut log = open_log(&session, &run, (&state, start))?;
     let mut done = Done::before(state.step);
     resume_evaluation(&session, &mut state, (&mut log, start, stop))?;
     let mut saved = start == Start::Resume;
@@ -187,9 +190,9 @@ where
 
 /// The first process's log.
 fn open_log<B>(
+    session: &Session<B>,
     run: &RunDir,
-    state: &TrainState<B>,
-    (start, total_steps): (Start, u64),
+    (state, start): (&TrainState<B>, Start),
 ) -> Result<Option<RunLog>, FitError>
 where
     B: HandOver + DraftOps + InputOps,
@@ -201,8 +204,9 @@ where
     if start == Start::Fresh {
         run.set_metrics_aside()?;
     }
-    let from = (state.step, state.acceptance_length.is_some());
-    Ok(Some(RunLog::open(&run.metrics(), from, total_steps)?))
+    // An evaluation that is not made again keeps its record.
+    let evaluated = state.acceptance_length.is_some() || !evaluation_is_due(session, state);
+    Ok(Some(RunLog::open(&run.metrics(), (state.step, evaluated), session.total_steps)?))
 }
 
 /// What came of the run; warns of what its user may want to change.
@@ -224,7 +228,9 @@ where
         if done.empty > 0 {
             tracing::warn!(
                 "{} of {new_steps} steps had no trained row and changed nothing: raise \
-                    data.max_tokens or train.accumulate, or leave samples without answers out",
+                    data.max_tokens or train.accumulate, or leave samples without answers out; \
+                    with mask_mode = \"specforge\" also where the draft vocabulary lacks what the \
+                    target says",
                 done.empty
             );
         }
@@ -327,11 +333,19 @@ where
     B: HandOver + DraftOps + InputOps,
     B::InnerBackend: DraftOps + ExchangeOps,
 {
-    let due = state.step.is_multiple_of(session.config.checkpoint.eval_every);
+    let due = evaluation_is_due(session, state);
     if start == Start::Resume && due && state.step > 0 && state.acceptance_length.is_none() {
         evaluate(session, state, (log, Some(stop)))?;
     }
     Ok(())
+}
+
+fn evaluation_is_due<B>(session: &Session<B>, state: &TrainState<B>) -> bool
+where
+    B: HandOver + DraftOps + InputOps,
+    B::InnerBackend: DraftOps + ExchangeOps,
+{
+    state.step.is_multiple_of(session.config.checkpoint.eval_every)
 }
 
 /// Evaluates on the first process and tells the others; true for the best so far. Without a result

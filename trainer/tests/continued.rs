@@ -10,6 +10,7 @@ use trainer::checkpoint::{Checkpoint, Computed, Parts, RunDir};
 use trainer::config::{Compute, FitConfig};
 use trainer::dataset::ManifestDataset;
 use trainer::fit::{self, FitError, FitReport, Start};
+use trainer::schedule::Decay;
 use trainer::vocab::VocabMap;
 use trainer::watch::Watch;
 use trainer::world::World;
@@ -153,6 +154,7 @@ fn a_run_goes_on_in_the_type_it_was_computed_in() {
     // Said otherwise, it is the same type.
     config.train.compute = Compute::F32;
     let mut resume = |device: &str, dtype: &str| {
+        let mut config = config.clone();
         config.checkpoint.run_dir = dir.path().join(format!("{dtype} on {device}"));
         kept.state.computed = computed(device, dtype);
         kept.save(&RunDir::new(&config.checkpoint.run_dir)).unwrap();
@@ -165,6 +167,31 @@ fn a_run_goes_on_in_the_type_it_was_computed_in() {
     let words = error.to_string();
     assert!(words.contains("bf16 on cuda") && words.contains("f32 on cpu"), "{words}");
     assert!(words.contains("--device cuda"), "{words}");
+
+    // An earlier version's says what was asked for only.
+    let mut older = kept.clone();
+    (older.state.computed, older.config.train.compute) = (None, Compute::Bf16);
+    config.checkpoint.run_dir = dir.path().join("older");
+    older.save(&RunDir::new(&config.checkpoint.run_dir)).unwrap();
+    let error = run(&config, Start::Resume).unwrap_err().to_string();
+    assert!(error.contains("train.compute: \"bf16\" in the checkpoint, \"f32\" now"), "{error}");
+    config.train.compute = Compute::Bf16;
+    run(&config, Start::Resume).unwrap();
+}
+
+/// Such runs could be begun, and must go on as they began.
+#[test]
+fn a_floor_that_new_runs_may_not_have_goes_on() {
+    let (dir, mut config) = begun(1);
+    let checkpoint = RunDir::new(&config.checkpoint.run_dir).latest().unwrap();
+    let mut kept = Checkpoint::load(&checkpoint, Parts::Everything).unwrap();
+    (kept.config.train.schedule, kept.config.train.lr_floor) = (Decay::Step, 0.1);
+    config = kept.config.clone();
+    config.checkpoint.run_dir = dir.path().join("older");
+    kept.save(&RunDir::new(&config.checkpoint.run_dir)).unwrap();
+    run(&config, Start::Resume).unwrap();
+    config.checkpoint.run_dir = dir.path().join("new");
+    assert!(matches!(run(&config, Start::Fresh), Err(FitError::Config(_))));
 }
 
 /// Killed after it made up for an evaluation and before its next checkpoint.
@@ -235,5 +262,15 @@ fn what_is_frozen_has_no_moments_and_goes_on_without() {
     assert!(moments.tensors.contains_key("first.fc.weight"));
     assert!(!moments.tensors.keys().any(|name| name.contains("lm_head")));
     std::fs::remove_dir_all(&report.checkpoint).unwrap();
+    // Earlier versions kept moments of it, of zeros.
+    let run_dir = RunDir::new(&config.checkpoint.run_dir);
+    let mut older = load(&run_dir.latest().unwrap());
+    let head = older.weights.tensors["lm_head.weight"].clone();
+    let moments = older.optimizer.as_mut().unwrap();
+    for name in ["first.lm_head.weight", "second.lm_head.weight"] {
+        moments.tensors.insert(name.to_owned(), head.clone());
+    }
+    std::fs::remove_dir_all(run_dir.latest().unwrap()).unwrap();
+    older.save(&run_dir).unwrap();
     assert_eq!(load(&run(&config, Start::Resume).unwrap().checkpoint), straight);
 }

@@ -239,7 +239,7 @@ fn check_rows(manifest: &Manifest, report: &mut AuditReport) -> Result<(), Manif
     }
     if let Some(words) = manifest.copy_differs()? {
         let detail =
-            format!("settings.json is not the manifest's ({words}); the next run mends it");
+            format!("settings.json is not the manifest's ({words}); the next writer mends it");
         report.add(FindingKind::SettingsDiffer, None, detail);
     }
     Ok(())

@@ -7,15 +7,16 @@ use sqlx::migrate::Migrator;
 use sqlx::sqlite::{SqliteConnectOptions, SqliteConnection};
 use sqlx::{ConnectOptions, Connection, Row};
 
-use super::ManifestError;
+use super::{ManifestError, leftovers};
 use crate::contract::CaptureSpec;
+use crate::durable::DatasetDir;
 use crate::fingerprint::{FieldChange, Fingerprint};
 use crate::provenance;
 use crate::shard::FORMAT_VERSION;
 
 /// "AERI".
 const APPLICATION_ID: u32 = 0x4145_5249;
-const LATEST: i64 = 4;
+const LATEST: i64 = 5;
 pub(super) static MIGRATIONS: Migrator = sqlx::migrate!("../migrations");
 
 pub(super) fn sql(doing: &'static str) -> impl FnOnce(sqlx::Error) -> ManifestError {
@@ -34,14 +35,19 @@ fn options(path: &Path) -> SqliteConnectOptions {
         .disable_statement_logging()
 }
 
-/// Opens or creates the database and brings its tables to the current version.
-pub(super) async fn for_write(path: &Path) -> Result<SqliteConnection, ManifestError> {
+/// Opens or creates the database of `dir` and brings its tables to the current version. An old one
+/// is looked at first, for it must not be changed where it is refused.
+pub(super) async fn for_write(dir: &DatasetDir) -> Result<SqliteConnection, ManifestError> {
+    let path = &dir.manifest();
     let mut conn = options(path)
         .create_if_missing(true)
         .connect()
         .await
         .map_err(|source| opening(path, source))?;
     let before = check_identity(&mut conn, path, true).await?;
+    if (1..LATEST).contains(&before) && !is_new(&mut conn).await? {
+        leftovers::uncommitted(&mut conn, dir).await?;
+    }
     // Only now: changing the journal mode writes to the file.
     sqlx::query("PRAGMA journal_mode = WAL")
         .execute(&mut conn)
@@ -51,13 +57,6 @@ pub(super) async fn for_write(path: &Path) -> Result<SqliteConnection, ManifestE
         .run(&mut conn)
         .await
         .map_err(|source| ManifestError::Migrate { path: path.to_path_buf(), source })?;
-    if (1..4).contains(&before) {
-        // Earlier versions knew no blank lines; as many as the outcomes show are known now, and the
-        // next run counts.
-        let count = "UPDATE input SET blank = max(0, (SELECT coalesce(max(line), 0) FROM source \
-                   WHERE source.file = input.file) - lines)";
-        sqlx::query(count).execute(&mut conn).await.map_err(sql("counting blank lines"))?;
-    }
     Ok(conn)
 }
 

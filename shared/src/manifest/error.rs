@@ -203,7 +203,8 @@ pub enum ManifestError {
     /// The log of a killed run can't be read where nothing can be written.
     #[error(
         "{} has a log that a run did not merge; reading it takes some room for manifest.sqlite-shm \
-         beside it, and the disk gives none: make room, or copy both files to another disk",
+         beside it, which the disk does not give: make room, read as a user who may write there, \
+         or copy both files to another disk",
         path.display()
     )]
     NoIndex {

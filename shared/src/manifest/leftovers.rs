@@ -8,13 +8,13 @@ use std::path::Path;
 use sqlx::sqlite::SqliteConnection;
 
 use super::{Manifest, ManifestError, connect, quarantine};
-use crate::durable::{DatasetDir, at, is_temporary, write_file_with};
+use crate::durable::{DatasetDir, at, is_temporary, read_small, write_file_with};
 use crate::shard::ShardId;
 
 /// The number after the last committed shard; `None` where nothing says so, as in data sets of
 /// earlier versions.
 pub(crate) fn committed_below(dir: &DatasetDir) -> Option<u32> {
-    std::fs::read_to_string(dir.committed()).ok()?.trim_end().parse().ok()
+    read_small(&dir.committed(), 32).ok()?.trim_end().parse().ok()
 }
 
 /// Whether a name in the root is that of a file of ours that was never finished.
@@ -56,6 +56,11 @@ pub(super) async fn uncommitted(
 }
 
 impl Manifest {
+    /// Refuses a manifest that is older than its shards, as opening it for writing does.
+    pub fn require_newest(&self) -> Result<(), ManifestError> {
+        self.blocking(async |conn| uncommitted(conn, &self.dir).await).map(|_| ())
+    }
+
     /// Clears up after a killed run: sealed shards go to `quarantine/`, unfinished files go.
     pub(super) fn clear(&self, uncommitted: &[ShardId]) -> Result<(), ManifestError> {
         for shard in uncommitted {

@@ -93,7 +93,7 @@ impl Manifest {
         let path = dir.manifest();
         refuse_sealed(&path)?;
         let (conn, uncommitted) = runtime.block_on(async {
-            let mut conn = connect::for_write(&path).await?;
+            let mut conn = connect::for_write(dir).await?;
             if connect::is_new(&mut conn).await? {
                 refuse_lost(dir)?;
                 remove_target(dir)?;
@@ -144,7 +144,7 @@ impl Manifest {
         let lock = lock::WriterLock::take(&dir)?;
         refuse_sealed(&path)?;
         let (conn, (fingerprint, spec)) = runtime.block_on(async {
-            let mut conn = connect::for_write(&path).await?;
+            let mut conn = connect::for_write(&dir).await?;
             // What an old manifest says must not replace the copy of the settings either.
             leftovers::uncommitted(&mut conn, &dir).await?;
             let settings = connect::settings(&mut conn, &path).await?;
@@ -204,10 +204,17 @@ impl Manifest {
         doing: &'static str,
         work: impl AsyncFnOnce(&mut SqliteConnection) -> Result<T, sqlx::Error>,
     ) -> Result<T, ManifestError> {
+        self.blocking(async |conn| work(conn).await.map_err(connect::sql(doing)))
+    }
+
+    fn blocking<T>(
+        &self,
+        work: impl AsyncFnOnce(&mut SqliteConnection) -> Result<T, ManifestError>,
+    ) -> Result<T, ManifestError> {
         refuse_async()?;
         let mut conn = held(&self.conn);
         let Some(conn) = conn.as_mut() else { return Err(ManifestError::ReadOnly) };
-        self.runtime.block_on(work(conn)).map_err(connect::sql(doing))
+        self.runtime.block_on(work(conn))
     }
 }
 

@@ -49,7 +49,7 @@ impl Manifest {
         require_settings_of_shards(&dir, &settings)?;
         let path = dir.manifest();
         let mut conn = runtime.block_on(async {
-            let mut conn = connect::for_write(&path).await?;
+            let mut conn = connect::for_write(&dir).await?;
             match connect::is_new(&mut conn).await? {
                 true => Ok(conn),
                 false => Err(ManifestError::NotLost(path.clone())),

@@ -1,16 +1,18 @@
 //! A copy of the data set's settings beside the manifest: shards carry only the digest of the
 //! fingerprint, so without this file a lost manifest could not be rebuilt.
 
-use std::fs;
 use std::io::ErrorKind;
 
 use serde::{Deserialize, Serialize};
 
 use super::{Manifest, ManifestError, connect};
 use crate::contract::CaptureSpec;
-use crate::durable::{DatasetDir, at, write_file_with};
+use crate::durable::{DatasetDir, at, read_small, write_file_with};
 use crate::error_chain::in_words;
 use crate::fingerprint::Fingerprint;
+
+/// Settings are never as long.
+const MOST_BYTES: u64 = 1 << 20;
 
 /// What a data set was begun with.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
@@ -37,7 +39,7 @@ impl Settings {
     /// Reads the file; its absence is an error that says what can be done.
     pub(super) fn read(dir: &DatasetDir) -> Result<Self, ManifestError> {
         let path = dir.settings();
-        let text = fs::read_to_string(&path).map_err(|source| match source.kind() {
+        let text = read_small(&path, MOST_BYTES).map_err(|source| match source.kind() {
             ErrorKind::NotFound => ManifestError::NoSettings(path.clone()),
             _ => at("reading", &path)(source).into(),
         })?;

@@ -141,8 +141,10 @@ pub fn tamper(dir: &Path, sql: &'static str) {
     });
 }
 
-/// Takes a manifest back to versions 3, 2 and 1.
-pub const BACK: [&str; 3] = [
+/// Takes a manifest back to versions 4, 3, 2 and 1.
+pub const BACK: [&str; 4] = [
+    "DROP INDEX source_sample; PRAGMA user_version = 4; \
+     DELETE FROM _sqlx_migrations WHERE version > 4",
     "ALTER TABLE input DROP COLUMN blank; PRAGMA user_version = 3; \
      DELETE FROM _sqlx_migrations WHERE version > 3",
     "DROP TABLE storage_error; PRAGMA user_version = 2; \

@@ -44,7 +44,10 @@ pub(crate) fn run(args: &FitArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
     if let Some(run) = &args.resume {
         config.checkpoint.run_dir.clone_from(run);
     }
-    config.validate()?;
+    match start {
+        Start::Fresh => config.validate_new()?,
+        Start::Resume => config.validate()?,
+    }
     let (place, dtype, world) =
         args.device.open_in_world(config.train.compute, &config.to_toml())?;
     let watch = Watch::start(config.train.step_deadline, end)?;

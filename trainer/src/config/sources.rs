@@ -155,12 +155,21 @@ impl FitConfig {
 
     /// Fields that differ from those a run was started with and may not.
     pub fn changes_from(&self, stored: &Self) -> Vec<FieldChange> {
+        self.changes(stored, |key| !key.may_change)
+    }
+
+    /// The type asked for, where it is another one.
+    pub fn compute_changed(&self, stored: &Self) -> Vec<FieldChange> {
+        self.changes(stored, |key| key.section == "train" && key.name == "compute")
+    }
+
+    fn changes(&self, stored: &Self, of: impl Fn(&Key) -> bool) -> Vec<FieldChange> {
         let (old, new) = (flatten(&table(stored)), flatten(&table(self)));
         let shown = |values: &BTreeMap<String, String>, name: &str| {
             values.get(name).cloned().unwrap_or_else(|| "(from the target)".to_owned())
         };
-        let fixed = KEYS.iter().filter(|key| !key.may_change);
-        fixed
+        KEYS.iter()
+            .filter(|key| of(key))
             .map(|key| format!("{}.{}", key.section, key.name))
             .filter(|name| old.get(name) != new.get(name))
             .map(|name| FieldChange {
@@ -430,7 +439,7 @@ mod tests {
         for (key, change) in changes {
             let mut changed = config.clone();
             change(&mut changed);
-            let text = changed.validate().unwrap_err().to_string();
+            let text = changed.validate_new().unwrap_err().to_string();
             assert!(text.starts_with(&format!("`{key}`")), "{text}");
         }
     }

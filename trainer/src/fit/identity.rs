@@ -39,7 +39,11 @@ pub(super) fn require_same_run(
     computed: Computed,
 ) -> Result<(), FitError> {
     let (state, settings) = Checkpoint::load_identity(&run.latest()?)?;
-    let changes = config.changes_from(&settings);
+    let mut changes = config.changes_from(&settings);
+    if state.computed.is_none() {
+        // Of the type there is only what was asked for.
+        changes.extend(config.compute_changed(&settings));
+    }
     if !changes.is_empty() {
         return Err(ConfigError::Changed(changes).into());
     }

@@ -268,12 +268,14 @@ fn build_vocab(
     (config, target): (&FitConfig, &TargetConfig),
 ) -> Result<VocabMap, FitError> {
     let fingerprint = dataset.fingerprint().to_string();
+    let asked = &config.draft.force_tokens;
+    if draft.draft_vocab_size == draft.vocab_size {
+        // Markers of the target that it has no row for take nothing from this vocabulary.
+        return Ok(VocabMap::full_with(draft.vocab_size, asked, &fingerprint)?);
+    }
     let mut forced = target.eos_token_ids();
     forced.extend(target.bos_token_id());
-    forced.extend(&config.draft.force_tokens);
-    if draft.draft_vocab_size == draft.vocab_size {
-        return Ok(VocabMap::full_with(draft.vocab_size, &forced, &fingerprint)?);
-    }
+    forced.extend(asked);
     let mut counts = TokenCounts::new(draft.vocab_size);
     let reader = dataset.quick_reader();
     for &at in train {

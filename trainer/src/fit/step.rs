@@ -293,7 +293,10 @@ where
         let step = (rate, &self.shards);
         let gradients = B::on_device(&session.device, || gradients.finish(&self.draft))?;
         let norm = match trained {
-            true => self.optimizer.update(&mut self.draft, gradients, step)?,
+            true => {
+                let updated = self.optimizer.update(&mut self.draft, gradients, step);
+                updated.map_err(|error| error.in_step(self.step))?
+            }
             false => 0.0,
         };
         if let Some(fault) = B::InnerBackend::fault(&session.device) {

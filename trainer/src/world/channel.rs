@@ -76,6 +76,8 @@ fn accept(place: &Place, digest: &str) -> Result<(Vec<Peer>, Vec<Peer>), WorldEr
     listener.set_nonblocking(true).map_err(wrong)?;
     let end = Instant::now() + JOIN;
     let (mut data, mut watched) = (BTreeMap::new(), BTreeMap::new());
+    // Kept open: a process that sees its own replaced ends, and could not be told from a dead one.
+    let mut replaced = Vec::new();
     while data.len() + watched.len() < 2 * (place.size - 1) {
         match listener.accept() {
             Ok((stream, from)) => match greet(&stream) {
@@ -85,9 +87,10 @@ fn accept(place: &Place, digest: &str) -> Result<(Vec<Peer>, Vec<Peer>), WorldEr
                     let before = side.insert(hello.rank, stream);
                     // One that ended and was started again may come twice. It may have left words
                     // in the connection for data.
-                    if hello.watch && before.is_some_and(|before| is_open(&before)) {
+                    if hello.watch && before.as_ref().is_some_and(is_open) {
                         return Err(WorldError::Twice { rank: hello.rank });
                     }
+                    replaced.extend(before);
                 }
                 _ => tracing::warn!("{from} is none of this run's processes"),
             },
