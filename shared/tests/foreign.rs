@@ -111,6 +111,13 @@ fn values_are_looked_at() {
     };
     only_fault(&spoiled(zero_slot), "slot 1: only zeros");
     only_fault(&spoiled(|v| v[11 * 256..11 * 256 + 64].fill([0, 0])), "1 of 12 rows are zero");
+    let minus = |v: &mut [[u8; 2]]| v[11 * 256..11 * 256 + 64].fill([0, 0x80]);
+    only_fault(&spoiled(minus), "1 of 12 rows are zero");
+    // The first half of slot 3 is a row of its own each, the rest one token's.
+    let repeated = |v: &mut [[u8; 2]]| {
+        (6..12).for_each(|row| v.copy_within(5 * 256 + 192..6 * 256, row * 256 + 192));
+    };
+    only_fault(&spoiled(repeated), "slot 3: 6 of 12 rows equal the row before");
     let twin = |v: &mut [[u8; 2]]| v.chunks_mut(256).for_each(|t| t.copy_within(64..128, 192));
     only_fault(&spoiled(twin), "slot 3 equals hidden_states, slot 1");
 }

@@ -4,8 +4,10 @@
 mod support;
 
 use std::io::Write;
+use std::net::TcpListener;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::atomic::{AtomicU16, Ordering};
 
 use serde_json::Value;
 use trainer::world::{Place, World};
@@ -188,8 +190,16 @@ fn a_half_set_environment_of_several_processes_is_refused() {
     assert!(errors.contains("MASTER_ADDR, MASTER_PORT"), "{errors}");
 }
 
+/// Outside the range from which the system serves those who ask for none.
 fn free_port() -> u16 {
-    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    let first = 20_000 + (std::process::id() % 100) as u16 * 100;
+    loop {
+        let port = first + NEXT.fetch_add(1, Ordering::Relaxed) % 100;
+        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return port;
+        }
+    }
 }
 
 /// One of two processes, as torchrun starts them.

@@ -245,6 +245,12 @@ fn judge_values(report: &mut ForeignReport) {
                 "{name}: {} of {} rows are zero: padding, or rows never captured",
                 stats.zero_rows, stats.rows
             ));
+        } else if stats.rows >= 4 && 2 * stats.repeated_rows >= stats.rows {
+            report.faults.push(format!(
+                "{name}: {} of {} rows equal the row before: unless their tokens are the same, one \
+                 token's state was written for others",
+                stats.repeated_rows, stats.rows
+            ));
         } else if stats.rows >= 8 && stats.row_rms_spread < 0.02 {
             report.notes.push(format!(
                 "{name}: all rows have the same rms: was it taken after the final norm?"

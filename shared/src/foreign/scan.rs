@@ -26,8 +26,10 @@ pub struct SlotStats {
     pub infinite: usize,
     /// Row of the first non-finite value.
     pub first: Option<usize>,
-    /// Rows of zeros.
+    /// Rows of zeros, of either sign.
     pub zero_rows: usize,
+    /// Rows that equal the row before.
+    pub repeated_rows: usize,
     /// (largest - smallest) / largest rms of a row.
     pub row_rms_spread: f64,
     #[serde(skip)]
@@ -81,6 +83,8 @@ struct Sums {
     infinite: usize,
     first: Option<usize>,
     zero_rows: usize,
+    repeated_rows: usize,
+    before: Option<blake3::Hash>,
     row_rms: Option<(f64, f64)>,
     hasher: blake3::Hasher,
 }
@@ -88,7 +92,7 @@ struct Sums {
 impl Sums {
     fn add(&mut self, dtype: Dtype, row: &[u8]) {
         let mut squares = 0f64;
-        let mut absmax = 0f32;
+        let (mut absmax, mut finite) = (0f32, true);
         let width = dtype.bitsize() / 8;
         for value in row.chunks_exact(width).map(|bytes| decode(dtype, bytes)) {
             if value.is_finite() {
@@ -96,6 +100,7 @@ impl Sums {
                 absmax = absmax.max(value.abs());
                 continue;
             }
+            finite = false;
             self.first.get_or_insert(self.rows);
             if value.is_nan() {
                 self.nan += 1;
@@ -106,7 +111,9 @@ impl Sums {
         let rms = (squares / (row.len() / width).max(1) as f64).sqrt();
         let (least, most) = self.row_rms.unwrap_or((rms, rms));
         self.row_rms = Some((least.min(rms), most.max(rms)));
-        self.zero_rows += usize::from(row.iter().all(|&byte| byte == 0));
+        self.zero_rows += usize::from(absmax == 0.0 && finite);
+        let digest = blake3::hash(row);
+        self.repeated_rows += usize::from(self.before.replace(digest) == Some(digest));
         self.squares += squares;
         self.absmax = self.absmax.max(absmax);
         self.rows += 1;
@@ -124,6 +131,7 @@ impl Sums {
             infinite: self.infinite,
             first: self.first,
             zero_rows: self.zero_rows,
+            repeated_rows: self.repeated_rows,
             row_rms_spread: if most > 0.0 { (most - least) / most } else { 0.0 },
             digest: Digest(*self.hasher.finalize().as_bytes()),
         }

@@ -3,13 +3,22 @@
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::time::Duration;
 
 use super::*;
 
+/// Outside the range from which the system serves those who ask for none.
 fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    let first = 20_000 + (std::process::id() % 100) as u16 * 100;
+    loop {
+        let port = first + NEXT.fetch_add(1, Ordering::Relaxed) % 100;
+        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return port;
+        }
+    }
 }
 
 fn place(rank: usize, size: usize, port: u16) -> Place {
@@ -100,29 +109,32 @@ fn two_processes_of_the_same_rank_are_named() {
 #[test]
 fn a_process_may_come_again_after_its_end() {
     let port = free_port();
+    // In the order in which they are made, which is that in which the first process sees them.
+    let connected = |watch: bool| {
+        let mut stream = loop {
+            if let Ok(stream) = TcpStream::connect(("127.0.0.1", port)) {
+                break stream;
+            }
+        };
+        let hello = serde_json::json!({
+            "protocol": "aerie-world-2", "rank": 1, "size": 3, "digest": "same", "watch": watch
+        });
+        let hello = hello.to_string();
+        stream.write_all(&(hello.len() as u64).to_le_bytes()).unwrap();
+        stream.write_all(hello.as_bytes()).unwrap();
+        // Its first word to the others.
+        if !watch {
+            stream.write_all(&[0; 8]).unwrap();
+        }
+        stream
+    };
     std::thread::scope(|scope| {
         let join = |rank| scope.spawn(move || World::join(place(rank, 3, port), "same", |_| ()));
         let first = join(0);
-        for watch in [false, true] {
-            let mut killed = loop {
-                if let Ok(stream) = TcpStream::connect(("127.0.0.1", port)) {
-                    break stream;
-                }
-            };
-            let hello = serde_json::json!({
-                "protocol": "aerie-world-2", "rank": 1, "size": 3, "digest": "same", "watch": watch
-            });
-            let hello = hello.to_string();
-            killed.write_all(&(hello.len() as u64).to_le_bytes()).unwrap();
-            killed.write_all(hello.as_bytes()).unwrap();
-            // Its first word to the others.
-            if !watch {
-                killed.write_all(&[0; 8]).unwrap();
-            }
-        }
-        let others = [1, 2].map(join);
-        let worlds = [first].into_iter().chain(others).map(|process| process.join().unwrap());
-        let worlds: Vec<World> = worlds.map(Result::unwrap).collect();
+        [false, true].map(connected).map(drop);
+        let again = [false, true].map(connected);
+        let worlds = [first, join(2)].map(|process| process.join().unwrap().unwrap());
+        drop(again);
         worlds.iter().for_each(World::finish);
     });
 }
