@@ -21,7 +21,7 @@ pub use self::stall::InputTimes;
 pub use self::step::{StepOutcome, TrainState};
 use crate::acceptance::{EvaluateError, Evaluation};
 use crate::checkpoint::{Checkpoint, Computed, RunDir, RunLock};
-use crate::config::FitConfig;
+use crate::config::{ConfigError, FitConfig};
 use crate::dataset::ManifestDataset;
 use crate::exchange::ExchangeOps;
 use crate::input::InputOps;
@@ -38,6 +38,16 @@ pub enum Start {
     Fresh,
     /// From the newest checkpoint of the run directory.
     Resume,
+}
+
+impl Start {
+    /// Checks the settings; a run that was begun may have some that a new one may not.
+    pub fn check(self, config: &FitConfig) -> Result<(), ConfigError> {
+        match self {
+            Self::Fresh => config.validate_new(),
+            Self::Resume => config.validate(),
+        }
+    }
 }
 
 /// What came of a run.
@@ -81,10 +91,7 @@ where
     B: HandOver + DraftOps + InputOps,
     B::InnerBackend: DraftOps + ExchangeOps,
 {
-    match start {
-        Start::Fresh => config.validate_new()?,
-        Start::Resume => config.validate()?,
-    }
+    start.check(config)?;
     let run = RunDir::new(&config.checkpoint.run_dir);
     let _lock = claim(&run, start, world)?;
     watch.at(Phase::Data, 0);

@@ -44,10 +44,7 @@ pub(crate) fn run(args: &FitArgs, out: &mut dyn Write) -> anyhow::Result<bool> {
     if let Some(run) = &args.resume {
         config.checkpoint.run_dir.clone_from(run);
     }
-    match start {
-        Start::Fresh => config.validate_new()?,
-        Start::Resume => config.validate()?,
-    }
+    start.check(&config)?;
     let (place, dtype, world) =
         args.device.open_in_world(config.train.compute, &config.to_toml())?;
     let watch = Watch::start(config.train.step_deadline, end)?;
