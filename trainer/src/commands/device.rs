@@ -68,8 +68,11 @@ impl DeviceArgs {
     ) -> anyhow::Result<(Place, FloatDType, World)> {
         let seat = Seat::from_env()?;
         let (place, dtype) = self.open_one(compute, seat.as_ref().map_or(0, |s| s.local_rank))?;
+        // `auto` is another type on each device.
+        let device = if matches!(place, Place::Cpu) { "cpu" } else { "cuda" };
+        let digest = format!("{dtype:?} on {device}\n{digest}");
         let world = match seat {
-            Some(seat) => World::join(seat, digest, end_alone)?,
+            Some(seat) => World::join(seat, &digest, end_alone)?,
             None => World::alone(),
         };
         Ok((place, dtype, world))

@@ -138,13 +138,20 @@ fn same(hello: &Hello, place: &Place, digest: &str) -> Result<(), WorldError> {
         return different("WORLD_SIZE", hello.size.to_string(), place.size.to_string());
     }
     if hello.digest != digest {
-        return different("the configuration", hello.digest.clone(), digest.to_owned());
+        let (theirs, ours) = (own_lines(&hello.digest, digest), own_lines(digest, &hello.digest));
+        return different("the configuration", theirs, ours);
     }
     if hello.rank == 0 || hello.rank >= place.size {
         let ours = format!("one of 1 to {}", place.size - 1);
         return different("RANK", hello.rank.to_string(), ours);
     }
     Ok(())
+}
+
+/// Lines of a text that another one does not have.
+fn own_lines(text: &str, other: &str) -> String {
+    let own = text.lines().filter(|line| !other.lines().any(|theirs| theirs == *line));
+    own.collect::<Vec<_>>().join("; ")
 }
 
 fn reach(place: &Place, digest: &str, watch: bool) -> Result<TcpStream, WorldError> {

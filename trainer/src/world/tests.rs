@@ -76,7 +76,7 @@ fn large_messages_and_empty_ones_cross() {
 fn strangers_are_ignored_and_other_runs_refused() {
     let port = free_port();
     std::thread::scope(|scope| {
-        let first = scope.spawn(|| World::join(place(0, 2, port), "ours", nobody_is_lost));
+        let first = scope.spawn(|| World::join(place(0, 2, port), "x = 1\nours", nobody_is_lost));
         let mut stranger = loop {
             if let Ok(stream) = TcpStream::connect(("127.0.0.1", port)) {
                 break stream;
@@ -84,10 +84,10 @@ fn strangers_are_ignored_and_other_runs_refused() {
         };
         stranger.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
         drop(stranger);
-        let other = scope.spawn(|| World::join(place(1, 2, port), "theirs", nobody_is_lost));
+        let other = scope.spawn(|| World::join(place(1, 2, port), "x = 1\ntheirs", nobody_is_lost));
         let error = first.join().unwrap().unwrap_err();
         let text = error.to_string();
-        assert!(text.contains("theirs") && text.contains("ours"), "{text}");
+        assert!(text.contains("rank 1 is theirs, here ours"), "{text}");
         assert_eq!(error.exit_code(), 78);
         assert_eq!(other.join().unwrap().unwrap_err().exit_code(), 75);
     });
