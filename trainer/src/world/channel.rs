@@ -74,6 +74,8 @@ fn accept(place: &Place, digest: &str) -> Result<(Vec<Peer>, Vec<Peer>), WorldEr
     let wrong = |source| WorldError::Listen { port, source };
     let listener = TcpListener::bind(("0.0.0.0", port)).map_err(wrong)?;
     listener.set_nonblocking(true).map_err(wrong)?;
+    let (others, seconds) = (place.size - 1, JOIN.as_secs());
+    tracing::info!("waiting up to {seconds} s for {others} more processes at port {port}");
     let end = Instant::now() + JOIN;
     let (mut data, mut watched) = (BTreeMap::new(), BTreeMap::new());
     // Kept open: a process that sees its own replaced ends, and could not be told from a dead one.
@@ -156,7 +158,7 @@ fn own_lines(text: &str, other: &str) -> String {
 
 fn reach(place: &Place, digest: &str, watch: bool) -> Result<TcpStream, WorldError> {
     let (host, port) = &place.master;
-    let start = Instant::now();
+    let (start, mut told) = (Instant::now(), false);
     let stream = loop {
         match TcpStream::connect((host.as_str(), *port)) {
             Ok(stream) => break stream,
@@ -166,7 +168,15 @@ fn reach(place: &Place, digest: &str, watch: bool) -> Result<TcpStream, WorldErr
                 let master = format!("{host}:{port}");
                 return Err(WorldError::Connect { master, seconds: JOIN.as_secs(), source });
             }
-            Err(_) => std::thread::sleep(RETRY),
+            Err(source) => {
+                if !std::mem::replace(&mut told, true) {
+                    let seconds = JOIN.as_secs();
+                    tracing::info!(
+                        "waiting up to {seconds} s for rank 0 at {host}:{port}: {source}"
+                    );
+                }
+                std::thread::sleep(RETRY);
+            }
         }
     };
     let hello = Hello {
