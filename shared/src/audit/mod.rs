@@ -157,7 +157,7 @@ pub fn audit(dir: &Path, verify: Verify) -> Result<AuditReport, ManifestError> {
     let dir = DatasetDir::new(dir);
     let manifest = Manifest::open_read(dir.root())?;
     // Listed before the rows are read: a shard committed in between is then no orphan.
-    let present = list(&dir, &dir.shards())?;
+    let mut present = list(&dir, &dir.shards())?;
     let below = manifest::committed_below(&dir);
     let unfinished = unfinished(&dir)?;
     let writing = manifest::is_held(&dir);
@@ -186,7 +186,9 @@ pub fn audit(dir: &Path, verify: Verify) -> Result<AuditReport, ManifestError> {
         let newest = index + 1 == shards.len();
         shards::check(&context, (shard, newest), rows, &mut seen, &mut report)?;
     }
-    check_target(&dir, verify, &mut report)?;
+    check_target(&dir, (verify, writing), &mut report)?;
+    // One that was unfinished and is gone was a writer's that has come to its end meanwhile.
+    present.retain(|name| !is_temporary(name) || dir.shards().join(name).exists());
     check_orphans((&present, below, writing), &shards, &mut report);
     if !writing {
         check_unfinished(&dir, &unfinished, &mut report);
@@ -284,7 +286,7 @@ fn unfinished(dir: &DatasetDir) -> Result<Vec<String>, ManifestError> {
 
 fn check_target(
     dir: &DatasetDir,
-    verify: Verify,
+    (verify, writing): (Verify, bool),
     report: &mut AuditReport,
 ) -> Result<(), ManifestError> {
     if verify != Verify::All {
@@ -294,6 +296,10 @@ fn check_target(
     for fault in target_files::faults(&target).map_err(at("reading", &target))? {
         let detail = format!("target/{fault}: remove {}, and run again", target.display());
         report.add(FindingKind::TargetDamaged, None, detail);
+    }
+    if writing {
+        // A running writer lists its files last.
+        return Ok(());
     }
     for name in target_files::unlisted(&target).map_err(at("reading", &target))? {
         let detail = "its digest is not listed; the next run lists the file as it is then";
