@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use half::bf16;
 use shared::durable::{DatasetDir, DurableError, DurableFile};
+use shared::sums::SUMS;
 use shared::target_files;
 use thiserror::Error;
 
@@ -115,7 +116,7 @@ pub fn bytes_to_write(dataset: Option<&Path>, model: &Path, spec: &TargetSpec) -
     let listed = |name: &&str| model.join(name).exists() || is_there(name);
     let names = CONFIG_FILES.iter().copied().filter(listed).chain([HEAD_FILE]);
     let list: usize = names.map(target_files::line_bytes).sum();
-    let configs = configs + if is_there(target_files::SUMS) { 0 } else { list as u64 };
+    let configs = configs + if is_there(SUMS) { 0 } else { list as u64 };
     if is_there(HEAD_FILE) {
         return configs;
     }

@@ -25,6 +25,7 @@ pub mod provenance;
 pub mod repair;
 pub mod sample;
 pub mod shard;
+pub mod sums;
 pub mod target_files;
 
 pub use audit::{AuditReport, Finding, FindingKind, Verify, audit};

@@ -8,9 +8,8 @@ use std::path::Path;
 
 use crate::digest::Digest;
 use crate::durable::{DatasetDir, DurableError, at, read_small, write_file_with};
+use crate::sums::{self, SUMS};
 
-/// Name of the list: on each line 64 hex digits, two spaces, a name.
-pub const SUMS: &str = "BLAKE3SUMS";
 /// The list of a few files is never as long.
 const MOST_BYTES: u64 = 1 << 16;
 
@@ -26,12 +25,9 @@ pub fn faults(target: &Path) -> io::Result<Vec<String>> {
         Err(error) => return Err(error),
     };
     let mut faults = Vec::new();
-    for line in text.lines() {
-        let entry = line.split_once("  ").and_then(|(hex, name)| {
-            let bare = !name.is_empty() && !name.starts_with('.') && !name.contains('/');
-            Some((hex.parse::<Digest>().ok()?, bare.then_some(name)?))
-        });
-        let Some((digest, name)) = entry else {
+    let is_bare = |name: &str| !name.is_empty() && !name.starts_with('.') && !name.contains('/');
+    for entry in sums::entries(&text) {
+        let Some((name, digest)) = entry.filter(|(name, _)| is_bare(name)) else {
             faults.push(format!("{SUMS} is damaged"));
             continue;
         };
@@ -52,8 +48,7 @@ pub fn faults(target: &Path) -> io::Result<Vec<String>> {
 pub fn unlisted(target: &Path) -> io::Result<Vec<String>> {
     // What else it may be, faults says.
     let Ok(list) = read_small(&target.join(SUMS), MOST_BYTES) else { return Ok(Vec::new()) };
-    let listed: Vec<&str> =
-        list.lines().filter_map(|line| Some(line.split_once("  ")?.1)).collect();
+    let listed: Vec<&str> = sums::entries(&list).flatten().map(|(name, _)| name).collect();
     Ok(files(target)?.into_iter().filter(|name| !listed.contains(&name.as_str())).collect())
 }
 
@@ -73,7 +68,7 @@ fn files(target: &Path) -> io::Result<Vec<String>> {
 
 /// Bytes of a file's line in the list.
 pub fn line_bytes(name: &str) -> usize {
-    64 + "  \n".len() + name.len()
+    sums::line(name, &Digest::of(b"")).len()
 }
 
 fn digest_of(path: &Path) -> io::Result<Digest> {
@@ -88,9 +83,8 @@ pub fn record(dir: &DatasetDir) -> Result<(), DurableError> {
         let path = target.join(&name);
         digests.insert(name, digest_of(&path).map_err(at("reading", &path))?);
     }
-    let list: String =
-        digests.into_iter().map(|(name, digest)| format!("{digest}  {name}\n")).collect();
-    match fs::read_to_string(&path) {
+    let list: String = digests.iter().map(|(name, digest)| sums::line(name, digest)).collect();
+    match read_small(&path, MOST_BYTES) {
         Ok(old) if old == list => Ok(()),
         _ => write_file_with(dir.files().as_ref(), &path, list.as_bytes()),
     }

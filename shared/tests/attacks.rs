@@ -37,21 +37,6 @@ fn every_hostile_shard_is_refused() {
     }
 }
 
-/// Runs statements as another program would, without regard for our constraints.
-fn tamper(dir: &Path, sql: String) {
-    use sqlx::{AssertSqlSafe, ConnectOptions, Connection};
-    let options = sqlx::sqlite::SqliteConnectOptions::new()
-        .filename(dir.join("manifest.sqlite"))
-        .foreign_keys(false)
-        .pragma("ignore_check_constraints", "ON");
-    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-    runtime.block_on(async {
-        let mut conn = options.connect().await.unwrap();
-        sqlx::raw_sql(AssertSqlSafe(sql)).execute(&mut conn).await.unwrap();
-        conn.close().await.unwrap();
-    });
-}
-
 #[test]
 fn every_hostile_manifest_is_refused() {
     for (path, expected) in rows("manifests") {

@@ -112,7 +112,7 @@ fn lines_of_imports_need_not_have_given_one_sample() {
     let digest = states.digest().to_string();
     let sql =
         format!("UPDATE dataset SET fingerprint = '{fields}', fingerprint_digest = x'{digest}'");
-    tamper(dir.path(), sql.leak());
+    tamper(dir.path(), sql);
     assert!(!found(dir.path()));
 }
 

@@ -9,8 +9,9 @@ use std::path::{Path, PathBuf};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, FloatDType};
 use serde::{Deserialize, Serialize};
-use shared::LayerIndex;
 use shared::durable::{self, DurableError};
+use shared::sums::{self, SUMS};
+use shared::{Digest, LayerIndex};
 use thiserror::Error;
 
 pub use self::run_dir::{RunDir, RunLock};
@@ -27,7 +28,6 @@ use crate::vocab::{VocabError, VocabMap};
 /// Version of the directory's layout.
 const FORMAT: u32 = 1;
 /// Lists the BLAKE3 digest of every other file, in the format of `b3sum`; written last.
-const SUMS: &str = "BLAKE3SUMS";
 const STATE: &str = "state.json";
 const CONFIG: &str = "config.toml";
 const WEIGHTS: &str = "weights.safetensors";
@@ -159,7 +159,7 @@ impl Checkpoint {
         let mut sums = String::new();
         for (name, bytes) in self.files()? {
             durable::write_file(&temporary.join(name), &bytes)?;
-            sums.push_str(&format!("{}  {name}\n", blake3::hash(&bytes).to_hex()));
+            sums.push_str(&sums::line(name, &Digest::of(&bytes)));
         }
         durable::write_file(&temporary.join(SUMS), sums.as_bytes())?;
         durable::publish_dir(&temporary, &target)?;
@@ -297,7 +297,7 @@ impl Checkpoint {
     }
 }
 
-fn read_sums(dir: &Path) -> Result<BTreeMap<String, String>, CheckpointError> {
+fn read_sums(dir: &Path) -> Result<BTreeMap<String, Digest>, CheckpointError> {
     let path = dir.join(SUMS);
     let text = std::fs::read_to_string(&path).map_err(|source| match source.kind() {
         std::io::ErrorKind::NotFound => CheckpointError::Missing {
@@ -306,26 +306,25 @@ fn read_sums(dir: &Path) -> Result<BTreeMap<String, String>, CheckpointError> {
         },
         _ => CheckpointError::Io { path: path.clone(), source },
     })?;
-    let line = |line: &str| line.split_once("  ").map(|(sum, name)| (name.into(), sum.into()));
-    Ok(text.lines().filter_map(line).collect())
+    Ok(sums::entries(&text).flatten().map(|(name, sum)| (name.to_owned(), sum)).collect())
 }
 
 fn read_checked(
     dir: &Path,
     name: &str,
-    sums: &BTreeMap<String, String>,
+    sums: &BTreeMap<String, Digest>,
 ) -> Result<Vec<u8>, CheckpointError> {
     let path = dir.join(name);
-    let Some(expected) = sums.get(name) else {
+    let Some(&expected) = sums.get(name) else {
         return Err(CheckpointError::Missing { path, why: "BLAKE3SUMS does not list it" });
     };
     let bytes = std::fs::read(&path)
         .map_err(|source| CheckpointError::Io { path: path.clone(), source })?;
-    let found = blake3::hash(&bytes).to_hex().to_string();
-    if *expected == found {
+    let found = Digest::of(&bytes);
+    if expected == found {
         Ok(bytes)
     } else {
-        Err(CheckpointError::Digest { path, expected: expected.clone(), found })
+        Err(CheckpointError::Digest { path, expected, found })
     }
 }
 
@@ -359,9 +358,9 @@ pub enum CheckpointError {
         /// The file.
         path: PathBuf,
         /// Digest in BLAKE3SUMS.
-        expected: String,
+        expected: Digest,
         /// Digest of the bytes.
-        found: String,
+        found: Digest,
     },
     /// The best checkpoint of a run, or what tells which that is.
     #[error("the best checkpoint of {} is damaged; {}", run.display(), instead(sound.as_deref()))]

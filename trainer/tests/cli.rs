@@ -1,14 +1,15 @@
 //! The binary: fit, resume, evaluate, export and config on a synthetic data set; exit codes.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::disallowed_methods)]
 
+#[path = "support/port.rs"]
+mod port;
 mod support;
 
 use std::io::Write;
-use std::net::TcpListener;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
-use std::sync::atomic::{AtomicU16, Ordering};
 
+use port::free_port;
 use serde_json::Value;
 use trainer::world::{Place, World};
 
@@ -188,18 +189,6 @@ fn a_half_set_environment_of_several_processes_is_refused() {
     let errors = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(78), "{errors}");
     assert!(errors.contains("MASTER_ADDR, MASTER_PORT"), "{errors}");
-}
-
-/// Outside the range from which the system serves those who ask for none.
-fn free_port() -> u16 {
-    static NEXT: AtomicU16 = AtomicU16::new(0);
-    let first = 20_000 + (std::process::id() % 100) as u16 * 100;
-    loop {
-        let port = first + NEXT.fetch_add(1, Ordering::Relaxed) % 100;
-        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
-            return port;
-        }
-    }
 }
 
 /// One of two processes, as torchrun starts them.

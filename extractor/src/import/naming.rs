@@ -3,10 +3,9 @@
 
 use std::collections::BTreeMap;
 
-use safetensors::tensor::Dtype;
 use shared::CaptureSpec;
 use shared::diagnosis::{self, Expected};
-use shared::foreign::stack_fault;
+use shared::foreign::{is_float, stack_fault};
 use shared::header::{ShardHeader, TensorEntry};
 
 /// Name of the tensor with the states.
@@ -27,7 +26,7 @@ pub(super) fn in_place_of_states(
     let (layers, hidden) = (spec.layers.len(), spec.hidden_size);
     let rows = tokens.map_or_else(|| "tokens".to_owned(), |tokens| tokens.to_string());
     let wanted = format!("no tensor `{STATES}` [{rows}, {layers}, {hidden}]");
-    let states: Vec<&TensorEntry> = header.tensors.iter().filter(|it| is_float(it)).collect();
+    let states: Vec<&TensorEntry> = header.tensors.iter().filter(|it| is_float(it.dtype)).collect();
     let Some(first) = states.first() else {
         return format!("{wanted}, nor any other of floating-point values: there are no states");
     };
@@ -115,13 +114,9 @@ pub(super) fn shape_fault(
     diagnosis::check_shapes(&expected, &shapes, &[]).err().map(|fault| fault.to_string())
 }
 
-fn is_float(tensor: &TensorEntry) -> bool {
-    use Dtype::{BF16, F8_E4M3, F8_E5M2, F16, F32, F64};
-    matches!(tensor.dtype, BF16 | F16 | F32 | F64 | F8_E4M3 | F8_E5M2)
-}
-
 #[cfg(test)]
 mod tests {
+    use safetensors::tensor::Dtype;
     use shared::{LayerIndex, StateDtype};
 
     use super::*;

@@ -70,8 +70,8 @@ fn route_shape(
     let got = gpu.vector_values(&indices)?;
     let (got_weights, got_margins) = (gpu.vector_values(&weights)?, gpu.vector_values(&margins)?);
     within(&format!("margins, {what}"), &got_margins, &want.margins, (1e-5, 1e-6))?;
-    // The sigmoid of the device may differ in the last bit, which decides between scores that
-    // near. Equal logits give equal scores on both sides, so exact ties must agree.
+    // A score of the device may differ in the last bit, which decides between scores that near.
+    // Equal logits give equal scores on both sides, so exact ties must agree.
     for row in 0..rows {
         let range = row * top_k..(row + 1) * top_k;
         let mut chosen = [got[range.clone()].to_vec(), want.indices[range.clone()].to_vec()];

@@ -256,7 +256,7 @@ fn check_orphans(
     for name in present {
         let id = name.parse::<ShardId>().ok();
         // What a running writer has in the works is not left over.
-        let in_work = writing && (id.is_some() || name.ends_with(".tmp"));
+        let in_work = writing && (id.is_some() || is_temporary(name));
         if shards.iter().any(|shard| shard.file == *name) {
             continue;
         }

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use safetensors::tensor::Dtype;
 use serde::Serialize;
 
-pub use scan::SlotStats;
+pub use scan::{SlotStats, is_float};
 
 use crate::diagnosis::{self, Expected};
 use crate::durable::at;

@@ -37,7 +37,7 @@ pub struct SlotStats {
 }
 
 /// Whether values of this type can be states.
-pub(super) fn is_float(dtype: Dtype) -> bool {
+pub fn is_float(dtype: Dtype) -> bool {
     matches!(dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32 | Dtype::F64 | Dtype::F8_E4M3)
 }
 

@@ -127,8 +127,8 @@ pub fn run(dir: &DatasetDir, samples: &[CapturedSample]) -> Result<(), Box<dyn s
 }
 
 /// Runs statements with the `sqlite3` inside sqlx, as another program would.
-pub fn tamper(dir: &Path, sql: &'static str) {
-    use sqlx::{ConnectOptions, Connection};
+pub fn tamper(dir: &Path, sql: impl Into<String>) {
+    use sqlx::{AssertSqlSafe, ConnectOptions, Connection};
     let options = sqlx::sqlite::SqliteConnectOptions::new()
         .filename(dir.join("manifest.sqlite"))
         .foreign_keys(false)
@@ -136,7 +136,7 @@ pub fn tamper(dir: &Path, sql: &'static str) {
     let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
     runtime.block_on(async {
         let mut conn = options.connect().await.unwrap();
-        sqlx::raw_sql(sql).execute(&mut conn).await.unwrap();
+        sqlx::raw_sql(AssertSqlSafe(sql.into())).execute(&mut conn).await.unwrap();
         conn.close().await.unwrap();
     });
 }

@@ -3,23 +3,15 @@
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU16, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::time::Duration;
 
 use super::*;
 
-/// Outside the range from which the system serves those who ask for none.
-fn free_port() -> u16 {
-    static NEXT: AtomicU16 = AtomicU16::new(0);
-    let first = 20_000 + (std::process::id() % 100) as u16 * 100;
-    loop {
-        let port = first + NEXT.fetch_add(1, Ordering::Relaxed) % 100;
-        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
-            return port;
-        }
-    }
-}
+#[path = "../../tests/support/port.rs"]
+mod port;
+
+use port::free_port;
 
 fn place(rank: usize, size: usize, port: u16) -> Place {
     Place { rank, size, local_rank: rank, master: ("127.0.0.1".to_owned(), port) }
