@@ -158,7 +158,7 @@ fn sound_data_sets_of_earlier_versions_with_blank_lines_are_clean() {
     for version in 1..=4 {
         let dir = tempdir();
         dataset(dir.path(), StateDtype::Bf16);
-        BACK.iter().take(5 - version).for_each(|sql| tamper(dir.path(), sql));
+        BACK.iter().take(5 - version).for_each(|&sql| tamper(dir.path(), sql));
         if version == 1 {
             // It wrote no copy of the settings either.
             fs::remove_file(dir.path().join("settings.json")).unwrap();
@@ -179,7 +179,7 @@ fn sound_data_sets_of_earlier_versions_with_blank_lines_are_clean() {
 fn an_outcome_beyond_its_input_is_noticed_in_earlier_versions_too() {
     let dir = tempdir();
     dataset(dir.path(), StateDtype::Bf16);
-    BACK[..2].iter().for_each(|sql| tamper(dir.path(), sql));
+    BACK[..2].iter().for_each(|&sql| tamper(dir.path(), sql));
     tamper(dir.path(), "UPDATE input SET lines = 6");
     assert!(!audit(dir.path(), Verify::None).unwrap().clean());
 }

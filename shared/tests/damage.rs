@@ -163,7 +163,7 @@ fn a_manifest_with_lost_pages_never_gives_wrong_rows() {
 fn a_manifest_of_the_version_before_is_read_and_brought_up_by_a_writer() {
     let dir = tempdir();
     let spec = two_shards(dir.path());
-    BACK.iter().for_each(|sql| tamper(dir.path(), sql));
+    BACK.iter().for_each(|&sql| tamper(dir.path(), sql));
     let manifest = Manifest::open_read(dir.path()).unwrap();
     assert_eq!((manifest.samples().unwrap().len(), manifest.failures().unwrap().len()), (5, 0));
     assert_eq!(manifest.storage_errors().unwrap(), []);
