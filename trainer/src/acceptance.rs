@@ -128,7 +128,7 @@ pub fn evaluate<B: DraftOps>(
         let sums =
             run_samples(draft, frozen, dataset, &EvaluationPlan { indices: &members, ..*what })?;
         total.add(&sums);
-        if !sums.counts_rows() {
+        if !sums.has_measured_rows() {
             continue;
         }
         by_length.push(Bucket {
@@ -137,7 +137,7 @@ pub fn evaluate<B: DraftOps>(
             acceptance: Acceptance::from_metrics(&sums),
         });
     }
-    if !total.counts_rows() {
+    if !total.has_measured_rows() {
         return Err(EvaluateError::NoRows { samples: what.indices.len() });
     }
     let all = Acceptance::from_metrics(&total);

@@ -151,7 +151,7 @@ impl Done {
     /// Counts a step; the share of the time so far that was spent waiting for input.
     fn step(&mut self, outcome: &StepOutcome, input: &InputTimes) -> f64 {
         self.tokens += outcome.tokens;
-        self.empty += u64::from(!outcome.metrics.has_rows());
+        self.empty += u64::from(!outcome.metrics.has_trained_rows());
         input.share(self.clock.elapsed().as_secs_f64())
     }
 

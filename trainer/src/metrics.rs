@@ -74,12 +74,12 @@ impl TttMetrics {
     }
 
     /// Whether any row was in the loss, at any step.
-    pub fn has_rows(&self) -> bool {
+    pub fn has_trained_rows(&self) -> bool {
         self.step_rows.iter().any(|&rows| rows > 0)
     }
 
     /// Whether any row was in the accuracies, at any step.
-    pub fn counts_rows(&self) -> bool {
+    pub fn has_measured_rows(&self) -> bool {
         self.counted.iter().any(|&rows| rows > 0)
     }
 

@@ -291,7 +291,7 @@ fn who_loses_another_process_ends_with_75() {
     let process = start(0, port, &["check", "--exchange"]);
     let place = Place { rank: 1, size: 2, local_rank: 1, master: ("127.0.0.1".into(), port) };
     // Gone without a word, while the other one waits for its part of a sum.
-    drop(World::join(place, "F32 on cpu\ncheck", |_| ()).unwrap());
+    drop(World::join(place, "f32 on cpu\ncheck", |_| ()).unwrap());
     let output = process.wait_with_output().unwrap();
     let errors = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(75), "{errors}");
@@ -304,11 +304,11 @@ fn processes_that_compute_in_different_types_do_not_begin() {
     let port = free_port();
     let process = start(0, port, &["check", "--exchange"]);
     let place = Place { rank: 1, size: 2, local_rank: 1, master: ("127.0.0.1".into(), port) };
-    World::join(place, "BF16 on cuda\ncheck", |_| ()).unwrap_err();
+    World::join(place, "bf16 on cuda\ncheck", |_| ()).unwrap_err();
     let output = process.wait_with_output().unwrap();
     let errors = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(78), "{errors}");
-    assert!(errors.contains("rank 1 is BF16 on cuda, here F32 on cpu: start all"), "{errors}");
+    assert!(errors.contains("rank 1 is bf16 on cuda, here f32 on cpu: start all"), "{errors}");
 }
 
 /// The other process lives and shows it, but does not take part in the first step.
@@ -327,7 +327,7 @@ fn a_process_that_lives_and_does_not_go_on_ends_the_run() {
         let mut process = one_of_two(0, port, &["fit", "--quiet", "--config", text(&file)]);
         let process = process.stderr(stderr).spawn().unwrap();
         let place = Place { rank: 1, size: 2, local_rank: 1, master: ("127.0.0.1".into(), port) };
-        let alike = format!("F32 on cpu\n{}", config.to_toml());
+        let alike = format!("f32 on cpu\n{}", config.to_toml());
         let world = World::join(place, &alike, |_| ()).unwrap();
         // Both are there, both begin at the same step, and neither was asked to stop.
         world.from_first(0.0).unwrap();

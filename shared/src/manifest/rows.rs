@@ -100,17 +100,6 @@ impl Manifest {
         })
     }
 
-    /// Bytes of an input file when it was registered last, if it was.
-    pub fn input_bytes(&self, file: &str) -> Result<Option<u64>, ManifestError> {
-        self.with("reading an input", async |conn| {
-            let row = sqlx::query("SELECT bytes FROM input WHERE file = ?")
-                .bind(file)
-                .fetch_optional(conn)
-                .await?;
-            row.as_ref().map(|row| number(row, 0)).transpose()
-        })
-    }
-
     /// Ids of all committed samples.
     pub fn committed_samples(&self) -> Result<HashSet<SampleId>, ManifestError> {
         self.with("reading samples", async |conn| {

@@ -1,8 +1,10 @@
 //! Where a command computes, and in which type.
 
 use burn::backend::cuda::CudaDevice;
+use burn::backend::{Cuda, Flex};
 use burn::tensor::FloatDType;
 use extractor::target::Device as EngineDevice;
+use trainer::checkpoint::Computed;
 use trainer::config::{Compute, ConfigError};
 use trainer::exchange::Transport;
 use trainer::ops::DeviceFault;
@@ -69,8 +71,11 @@ impl DeviceArgs {
         let seat = Seat::from_env()?;
         let (place, dtype) = self.open_one(compute, seat.as_ref().map_or(0, |s| s.local_rank))?;
         // `auto` is another type on each device.
-        let device = if matches!(place, Place::Cpu) { "cpu" } else { "cuda" };
-        let digest = format!("{dtype:?} on {device}\n{digest}");
+        let computed = match place {
+            Place::Cpu => Computed::on::<Flex>(dtype),
+            Place::Cuda(_) => Computed::on::<Cuda>(dtype),
+        };
+        let digest = format!("{computed}\n{digest}");
         let world = match seat {
             Some(seat) => World::join(seat, &digest, end_alone)?,
             None => World::alone(),

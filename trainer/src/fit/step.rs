@@ -80,7 +80,7 @@ impl StepOutcome {
     /// step without trained rows nothing was measured.
     pub fn record(&self, tokens_per_second: f64, stall: f64) -> Record {
         let mut record = Record::new();
-        if self.metrics.has_rows() {
+        if self.metrics.has_trained_rows() {
             record.insert("train/loss".into(), self.loss.into());
             put_depths(&mut record, "train/acc", &self.metrics.acc());
             record.insert("train/accepted_drafts".into(), self.metrics.accept_len().into());
@@ -99,7 +99,7 @@ impl StepOutcome {
             format!("  best acceptance {:.3} at step {}", best.acceptance_length, best.step)
         });
         let first = self.metrics.acc().first().copied().unwrap_or_default();
-        let trained = match self.metrics.has_rows() {
+        let trained = match self.metrics.has_trained_rows() {
             true => format!("loss {:.3}  acc_0 {first:.3}", self.loss),
             false => "no trained row".to_owned(),
         };
@@ -223,7 +223,7 @@ where
         world.sum(&mut sums)?;
         metrics.set_sums(&sums);
         metrics.step_divisor = divisors;
-        let (rate, grad_norm) = self.update(session, &gradients, metrics.has_rows())?;
+        let (rate, grad_norm) = self.update(session, &gradients, metrics.has_trained_rows())?;
         let loss = metrics.loss(options.step_decay);
         let tokens = sums.last().map_or(0, |&tokens| tokens as u64);
         Ok(StepOutcome { loss, metrics, grad_norm, rate, tokens })
